@@ -42,19 +42,20 @@ bool is_library_path(std::string_view path) {
          path.starts_with("<eval_with_key>");  // torch.fx's
 }
 
-// Cached by the file's name, an object that all functions of the file share. Needs the GIL.
+// The answer is cached by the file's name: all functions of a file share this object. Needs the
+// GIL.
 bool is_library(PyObject* file, const char* path) {
   constexpr size_t kMost = 1 << 12;
   static auto* known = new std::unordered_map<PyObject*, bool>();
   const auto found = known->find(file);
   if (found != known->end()) return found->second;
   const bool is = is_library_path(path);
-  // The names are never released, so that no other object can get the address of one.
+  // The names are never released, so that no other object can get the address of a cached name.
   if (known->size() < kMost) known->emplace(Py_NewRef(file), is);
   return is;
 }
 
-// Returns the position of an instruction, encoded as described at python_place().
+// Returns the position of an instruction. The encoding is described at python_place().
 uint64_t position_of(PyCodeObject* code, int instruction) {
   constexpr int kMost = 0xFFFF;
   int line = 0, column = -1, last_line = 0, last_column = -1;
@@ -78,8 +79,8 @@ Place place_of(PyCodeObject* code, PyFrameObject* frame) {
           position_of(code, PyFrame_GetLasti(frame))};
 }
 
-// Cached by instruction: finding the line is the slowest step, and a loop executes the same
-// instructions repeatedly. Needs the GIL.
+// The place is cached by instruction. Finding the line is the slowest step, and a loop executes the
+// same instructions repeatedly. Needs the GIL.
 Place place_of(PyFrameObject* frame) {
   static auto* known = new CodeCache<int, Place>();
   PyCodeObject* code = PyFrame_GetCode(frame);
@@ -88,8 +89,9 @@ Place place_of(PyFrameObject* frame) {
   return place;
 }
 
-// Returns the module, derived from its file's name, and the function's qualified name:
-// "torch._tensor.Tensor.__repr__". Empty for functions of this package.
+// Returns the name of the module and the qualified name of the function, such as
+// "torch._tensor.Tensor.__repr__". The module's name is derived from its file's name. Returns an
+// empty text for functions of this package.
 std::string function_of(PyCodeObject* code) {
   const char* path = PyUnicode_AsUTF8(code->co_filename);
   const char* name = PyUnicode_AsUTF8(code->co_qualname);
@@ -115,7 +117,7 @@ std::string function_of(PyFrameObject* frame) {
   return function;
 }
 
-// Calls `visit` for each frame, the innermost one first, until it returns false.
+// Calls `visit` for each frame, starting with the innermost frame, until `visit` returns false.
 template <class Visit>
 void for_each_frame(const Visit& visit) {
   PyFrameObject* frame = PyEval_GetFrame();
@@ -176,7 +178,8 @@ uint64_t python_identity_of(PyObject* function) { return identity_by("of_functio
 
 Place python_place() {
   if (!Py_IsInitialized()) return {};
-  // torch's bindings release the GIL before they dispatch an op.
+  // The thread may not hold the GIL, because torch's bindings release it before they dispatch an
+  // op.
   const PyGILState_STATE gil = PyGILState_Ensure();
   Place place;
   for_each_frame([&](PyFrameObject* frame) {
@@ -189,7 +192,7 @@ Place python_place() {
 
 Caller::Caller(std::string_view text) {
   const size_t first = text.find('\n'), last = text.rfind('\n');
-  if (first == last) return;  // empty, or written by another host
+  if (first == last) return;  // the text is empty, or from another host
   site = text.substr(0, first);
   via = text.substr(first + 1, last - first - 1);
   std::from_chars(text.data() + last + 1, text.data() + text.size(), position);

@@ -13,15 +13,15 @@
 
 namespace autobatch {
 
-// Returns the line of the innermost frame outside torch, Python's standard library and this
-// package, such as "model.py:12"; empty if there is none. The position is that of the running
-// instruction (PEP 657). It has three fields of 16 bits: the number of further lines that the
-// instruction spans, its start column and its end column. 0: the position is unknown. Acquires the
-// GIL if the thread does not hold it.
+// Returns the line, such as "model.py:12", of the innermost frame outside torch, Python's standard
+// library and this package. The line is empty if there is no such frame. The position is the
+// position of the running instruction (PEP 657). A position has three fields of 16 bits: the number
+// of additional lines that the instruction spans, its start column and its end column. The position
+// is 0 if it is unknown. Acquires the GIL if the thread does not hold it.
 Place python_place();
 
-// The call stack around the line that python_place() returns. For the core it is an opaque text,
-// FlushReport::caller.
+// The call stack around the line that python_place() returns. The core stores the call stack as a
+// text that it does not interpret (FlushReport::caller).
 struct Caller {
   std::string site;       // if python_place() is in an installed package: the user's line that
                           // called into the package; else empty
@@ -35,14 +35,15 @@ struct Caller {
 // Returns the running code's Caller as text. Acquires the GIL if the thread does not hold it.
 std::string python_caller();
 
-// Returns the history of the blocks that the running user code has opened at this instruction;
-// null if no user code is running. Needs the GIL.
+// Returns the history of all blocks that the user code has opened at the running instruction; null
+// if no user code is running. Needs the GIL.
 std::shared_ptr<BlockHistory> python_block_history();
 
-// Returns a hash of the modules and functions that a block opened by the running user code can
-// call (torch_autobatch/_identity.py); 0 if no user code is running. Needs the GIL.
+// Returns a hash of the modules and functions that a block can call if the running user code opens
+// it (torch_autobatch/_identity.py). Returns 0 if no user code is running. Needs the GIL.
 uint64_t python_block_identity();
-// Returns the hash of python_block_identity() for a function. Needs the GIL.
+// Returns the same hash for a function: a hash of the modules and functions that the function can
+// call. Needs the GIL.
 uint64_t python_identity_of(PyObject* function);
 
 // Whether code belongs to torch, this package or Python's standard library. Needs the GIL.

@@ -13,7 +13,7 @@ namespace {
 
 std::atomic<unsigned long> collecting{0};  // id of the thread that collects; 0: none
 
-// Called by Python as a member of gc.callbacks, with (phase, info).
+// Python calls this function with (phase, info), because it is in the list gc.callbacks.
 PyObject* note(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool starts = count > 0 && PyUnicode_CompareWithASCIIString(args[0], "start") == 0;
   collecting = starts ? PyThread_get_thread_ident() : 0;
@@ -40,7 +40,7 @@ void await_collector() {
     const py::gil_scoped_release released;
     std::this_thread::sleep_for(kStep);
   }
-  collecting = 0;  // may be the id of a thread that does not exist after a fork
+  collecting = 0;  // after a fork, the thread with the stored id may not exist
 }
 
 }  // namespace autobatch

@@ -1,17 +1,18 @@
-// Keeps flushes, which run without the GIL, apart from Python's cycle collector.
+// Prevents a flush from running at the same time as Python's cycle collector. (Flushes run without
+// the GIL.)
 //
-// Objects that the collector has found to be garbage have no references from outside. But the GIL
-// is released while the collector clears them: PyTorch releases it for each tensor. If a flush then
-// took a reference to a pending tensor among them, the collector would clear that tensor anyway.
+// The collector clears objects that it has found to be garbage. During this time PyTorch releases
+// the GIL for each tensor. If a flush then took a reference to a pending tensor that is garbage,
+// the collector would clear this tensor anyway.
 #pragma once
 
 namespace autobatch {
 
-// Registers a callback for collections. Call it once, with the GIL held.
+// Registers a callback with Python's collector. Call this function once, with the GIL held.
 void watch_collector();
 
-// Waits until no other thread runs the collector. Needs the GIL, and may release it meanwhile.
-// Waits for at most a second, because an object that is collected may itself wait for the graph (a
+// Waits until no other thread runs the collector. Needs the GIL, but may release it while it waits.
+// The wait is limited to one second, because a collected object may itself wait for the graph (in a
 // `__del__` that reads a value).
 void await_collector();
 

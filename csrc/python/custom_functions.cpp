@@ -36,10 +36,10 @@ py::object helper(const char* name) {
 
 // --- the op ---
 
-// The Python result of a call that runs at once instead of becoming a node. The op returns tensors
-// only, but the class may return other objects too. In a map, calls of many instances may be active
-// at a time, and they end in any order. No entry points to the stack, because the stack of a
-// suspended instance may have been copied elsewhere.
+// The Python result of a call that runs at once and does not become a node. The op can return only
+// tensors, but the class may return other objects too. In a map, calls of many instances may be
+// active at the same time, and may end in any order. Entries contain no pointers to the stack,
+// because the stack of a suspended instance may have been moved.
 class RunResult {
  public:
   explicit RunResult(int64_t call) {
@@ -48,23 +48,23 @@ class RunResult {
     awaited().push_back({id_, current_fiber(), call, nullptr});
   }
   ~RunResult() {
-    const py::object result = take();  // destroyed last, which may run Python code
+    const py::object result = take();  // destroyed last: that may run Python code
     std::erase_if(awaited(), [this](const Awaited& a) { return a.id == id_; });
   }
   RunResult(const RunResult&) = delete;
   RunResult& operator=(const RunResult&) = delete;
 
-  // Stores a result in all active calls of this instance with this number. If such calls are
-  // nested, the outermost call ends last, so its result is the one that remains.
+  // Stores a result in all active calls of this instance that have this number. If calls with the
+  // same number are nested, the result of the outermost call remains, because this call ends last.
   static void note(int64_t call, const py::object& result) {
-    std::vector<py::object> before;  // destroyed last, which may run Python code
+    std::vector<py::object> before;  // destroyed last: that may run Python code
     for (Awaited& a : awaited()) {
       if (a.fiber != current_fiber() || a.call != call) continue;
       before.push_back(
           py::reinterpret_steal<py::object>(std::exchange(a.result, result.inc_ref().ptr())));
     }
   }
-  // Returns the result, and clears it. Null if the call has not run.
+  // Returns the result and clears the stored reference. Returns null if the call has not run.
   py::object take() {
     const auto mine = std::find_if(awaited().begin(), awaited().end(),
                                    [this](const Awaited& a) { return a.id == id_; });
@@ -74,7 +74,7 @@ class RunResult {
  private:
   struct Awaited {
     uint64_t id;
-    uint64_t fiber;  // Fiber::number(); 0: outside of fibers
+    uint64_t fiber;  // Fiber::number(); 0 if no fiber runs
     int64_t call;
     PyObject* result;  // owned
   };
@@ -90,8 +90,8 @@ class RunResult {
   uint64_t id_;
 };
 
-// The op's kernel. `call` is the number of a Call (_function.py): the class and its arguments other
-// than tensors.
+// The op's kernel. `call` is the number of a Call (_function.py). A Call consists of the class and
+// the arguments that are not tensors.
 std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
   try {
@@ -107,7 +107,7 @@ std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
     }
     return out;
   } catch (const py::error_already_set& error) {
-    // An error in a vmap rule becomes a c10::Error, as functorch's own errors are, so that
+    // An error in a vmap rule is converted to c10::Error, the type of functorch's own errors. So
     // FunctorchRule falls back to its loop.
     const bool batched =
         c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
@@ -123,8 +123,8 @@ const c10::OperatorHandle& function_op() {
     library->def("custom_function(int call, Tensor[] tensors) -> Tensor[]");
     library->impl("custom_function",
                   torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &custom_function));
-    // This kernel takes precedence over functorch's generic treatment of ops: the class is called
-    // within the transform, because PyTorch treats custom functions specially there.
+    // This kernel takes precedence over functorch's generic handling of ops. So the class is called
+    // inside functorch's transform, where PyTorch handles custom functions in a special way.
     library->impl(
         "custom_function",
         torch::dispatch(c10::DispatchKey::FuncTorchDynamicLayerFrontMode, &custom_function));
@@ -133,7 +133,8 @@ const c10::OperatorHandle& function_op() {
   return op;
 }
 
-// Returns the OpInfo for classes of this name, which reports and errors show. Never freed.
+// Returns the OpInfo for classes with this name. Reports and errors show the name. The OpInfo is
+// never freed.
 const OpInfo& info_of(PyObject* function) {
   static auto* known = new std::map<std::string, std::unique_ptr<OpInfo>>();
   const std::string name =
@@ -175,7 +176,7 @@ struct Applied {
 };
 
 struct Given {
-  bool captured = false;  // an op on these tensors would be captured
+  bool captured = false;  // whether an op on these tensors would be captured
   std::vector<PendingTensor*> pending;
 };
 
@@ -226,8 +227,8 @@ bool are_pending(at::ArrayRef<at::Tensor> tensors) {
   });
 }
 
-// Returns a reference for Scope::keep, which holds the object until the pending ops have run. From
-// then on autograd's graph holds it.
+// Returns a reference for Scope::keep. The scope holds the object until the pending ops have run.
+// After that, autograd's graph holds the object.
 std::shared_ptr<void> shared(const py::object& object) {
   return {object.inc_ref().ptr(), [](void* held) {
             if (Py_IsInitialized() == 0) return;

@@ -25,7 +25,7 @@ namespace {
 
 // --- instructions and frames ---
 
-// The key of a cached answer about a function's code.
+// The key under which an answer about a function's code is cached.
 struct Place {
   int offset;  // of the instruction
   int with;    // the other parameter that the answer depends on
@@ -51,7 +51,7 @@ py::object ask_python(const char* module, const char* function, const auto&... a
 py::handle handle(PyCodeObject* code) { return reinterpret_cast<PyObject*>(code); }
 py::handle handle(PyFrameObject* frame) { return reinterpret_cast<PyObject*>(frame); }
 
-// An owned frame and its code; both may be null.
+// Owned references to a frame and its code. Both may be null.
 class Frame {
  public:
   Frame() = default;
@@ -116,7 +116,8 @@ class PythonCheck final : public Check {
     const py::gil_scoped_acquire gil;
     try {
       if (!error_) error_ = check_.attr("failure")(variables_, module_, asked_.text());
-      // PyErr_Restore sets no `__context__`, even if another error is being handled here.
+      // PyErr_Restore does not set `__context__`, even if another error is being handled at this
+      // point.
       PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr()))),
                     Py_NewRef(error_.ptr()), PyException_GetTraceback(error_.ptr()));
       throw py::error_already_set();
@@ -127,9 +128,9 @@ class PythonCheck final : public Check {
 
  private:
   py::object check_;    // a Check of _deferred_checks.py
-  py::dict variables_;  // local variables that the failing branch reads, as they were
+  py::dict variables_;  // local variables for the failing branch
   py::object module_;   // globals of the function
-  Line asked_;          // where the user's code led to the check
+  Line asked_;          // the line of the user's code that led to the check
   py::object error_;
 };
 
@@ -163,14 +164,15 @@ py::dict variables_of(const Frame& frame, const py::tuple& names) {
 // The frame that opened the block.
 struct Opener {
   Frame frame;
-  int offset = 0;  // of the instruction that opened it
+  int offset = 0;  // of the instruction that opened the block
 };
 
-// kAsk: the answer depends on the frame's variables, and is not cached.
+// Whether a function catches an error. kAsk: the answer depends on the frame's variables, so it
+// cannot be cached.
 enum class Catches : uint8_t { kNo, kYes, kAsk };
 
 // Whether a function may catch an error that is raised at its current instruction. `entered` is the
-// offset of the instruction that opened the block; -1 in other functions.
+// offset of the instruction that opened the block, or -1 if the function has not opened the block.
 Catches catches(const Frame& frame, int entered) {
   static auto* answers = new Answers<Catches>();
   const Catches known = answers->find(frame.code(), {frame.offset(), entered}, [&] {
@@ -184,8 +186,9 @@ Catches catches(const Frame& frame, int entered) {
   return yes ? Catches::kYes : Catches::kNo;
 }
 
-// Whether an error of any type that is raised here would reach the end of the block, or of the
-// fiber, without being caught. Sets `asked` to the innermost line of the user's code on the way.
+// Whether an error that is raised at the current instruction of `start` reaches the end of the
+// block or of the fiber. Returns false if a function on the call stack may catch it. Sets `asked`
+// to the innermost line of the user's code on the call stack.
 bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
   Frame frame(reinterpret_cast<PyFrameObject*>(Py_NewRef(start.get())));
   while (frame) {
@@ -201,7 +204,7 @@ bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
 }
 
 struct Known {
-  py::object check;  // null: the value has to be read
+  py::object check;  // null: the value must be read at once
   py::tuple names;
   bool expected = false, is_of_torch = false;
 };
@@ -233,9 +236,10 @@ const Known& known_check(const Frame& frame, Method method) {
   });
 }
 
-// How a tensor decides the truth value that a function returns. Element 0 is the truth value of the
-// tensor with which the function returns False, element 1 the one with which it returns True. An
-// element is empty if the tensor alone does not decide.
+// The relation between a tensor's truth value and the truth value that a function returns. Element
+// 0 is the tensor's truth value for which the function returns False. Element 1 is the tensor's
+// truth value for which the function returns True. An element is empty if the result also depends
+// on other values.
 using Returned = std::array<std::optional<bool>, 2>;
 
 const Returned& known_return(const Frame& frame, Method method) {
@@ -244,15 +248,15 @@ const Returned& known_return(const Frame& frame, Method method) {
                        [&] { return ask_of_place("returned_at", frame, method).cast<Returned>(); });
 }
 
-// The `if` or `assert` that a tensor's truth value decides.
+// An `if` or `assert` statement whose condition depends on a tensor's truth value.
 struct Statement {
   Frame frame;  // of the function that contains it
   const Known* known = nullptr;
-  bool expected = false;  // the tensor's truth value with which the statement does not fail
+  bool expected = false;  // the tensor's truth value for which the statement does not fail
 };
 
-// Finds the statement for which `frame` reads the truth value. It is in `frame`, or in a function
-// to which `frame` returns the value.
+// Finds the statement for which `frame` reads the truth value. The statement is in `frame`, or in a
+// function to which `frame` returns the truth value.
 std::optional<Statement> statement_of(Frame frame, Method method) {
   const Known& known = known_check(frame, method);
   if (known.check) return Statement{std::move(frame), &known, known.expected};
@@ -271,15 +275,15 @@ std::optional<Statement> statement_of(Frame frame, Method method) {
   return statement;
 }
 
-// Whether the tensor's value has been computed already, so that a read needs no flush.
+// Whether the tensor's value is already computed. If so, a read starts no flush.
 bool is_known(const PendingTensor& tensor) {
   const Graph& graph = *tensor.graph();
   const Value& value = graph.value(tensor.value());
   return !value.is_graph_input() && graph.is_computed(value.node);
 }
 
-// Returns the truth value with which the statement does not fail, and records the deferred check.
-// Returns nothing if the value has to be read.
+// Records a deferred check, and returns the truth value for which the statement does not fail.
+// Returns nothing if the value must be read at once.
 std::optional<bool> answer(PyObject* self, Method method) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return {};
   const at::Tensor& tensor = THPVariable_Unpack(self);

@@ -1,9 +1,9 @@
 // Deferred checks of Python code (autobatch/plan/deferred_checks.h). Code may read the truth value
-// of a pending tensor, by `__bool__` or `item`, where one of the two truth values leads only to an
-// error. The read then returns the other truth value at once, and the flush that computes the
-// tensor verifies this value. _deferred_checks.py finds such places in the source code, and
-// _catching.py finds whether a function on the call stack may catch the error. The answers are
-// cached for each place.
+// of a pending tensor (by `__bool__` or `item`) at a place where one of the two truth values only
+// raises an error. In this case the read returns the other truth value at once. The flush that
+// computes the tensor verifies this value. _deferred_checks.py finds such places in the source
+// code. _catching.py finds whether a function on the call stack may catch the error. Both answers
+// are cached for each place.
 #pragma once
 
 #include "autobatch/scope/scope.h"
@@ -14,8 +14,8 @@ namespace autobatch {
 void install_checks();
 void remove_checks();
 
-// Sets which checks of a newly opened scope are deferred. The caller of the running Python function
-// is taken as the frame that opens the block: call this from `__enter__`.
+// Sets which checks of a newly opened scope are deferred. Call this function from `__enter__`: the
+// caller of the running Python function must be the frame that opens the block.
 void begin_checks(Scope& scope, DeferredChecks::Which which);
 
 }  // namespace autobatch

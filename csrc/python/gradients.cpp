@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-// Returns the tensors of a tuple or list; nothing if it contains anything else.
+// Returns the tensors of a tuple or list. Returns nothing if an item is not a tensor.
 std::optional<std::vector<at::Tensor>> tensors_in(PyObject* sequence) {
   if (PyTuple_Check(sequence) == 0 && PyList_Check(sequence) == 0) return std::nullopt;
   std::vector<at::Tensor> tensors;
@@ -25,8 +25,9 @@ std::optional<std::vector<at::Tensor>> tensors_in(PyObject* sequence) {
   return tensors;
 }
 
-// derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused): returns the
-// gradients that autograd.grad would, as pending tensors; NotImplemented if autograd has to run.
+// derive(outputs, gradients, inputs, retain_graph, create_graph, allow_unused) returns the
+// gradients that autograd.grad would return, as pending tensors. Returns NotImplemented if autograd
+// has to run.
 PyObject* derive_in_python(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *outputs, *gradients, *inputs;
@@ -48,7 +49,7 @@ PyObject* derive_in_python(PyObject*, PyObject* args) {
   PyObject* result = PyTuple_New(static_cast<Py_ssize_t>(found->size()));
   if (result == nullptr) return nullptr;
   for (size_t i = 0; i < found->size(); ++i) {
-    PyObject* item = THPVariable_Wrap((*found)[i]);  // None if it is undefined
+    PyObject* item = THPVariable_Wrap((*found)[i]);  // None if the gradient is undefined
     if (item == nullptr) {
       Py_DECREF(result);
       return nullptr;
@@ -59,8 +60,8 @@ PyObject* derive_in_python(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// depends_on_others(outputs, leaves): returns whether backward from pending tensors would reach any
-// tensor other than these leaves.
+// depends_on_others(outputs, leaves) returns whether backward from the pending tensors `outputs`
+// reaches a graph input that is not in `leaves`.
 PyObject* depends_on_others_in_python(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *outputs, *leaves;
@@ -76,7 +77,7 @@ PyObject* depends_on_others_in_python(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// captures(): returns whether ops of this thread are captured now.
+// captures() returns whether ops of this thread are currently captured.
 PyObject* captures(PyObject*, PyObject*) {
   return PyBool_FromLong(capturing_scope() != nullptr ? 1 : 0);
 }
@@ -85,7 +86,8 @@ PyObject* captures(PyObject*, PyObject*) {
 struct Replaced {
   PyObject *module, *name, *original, *ours;  // never released
 
-  // Does nothing if the module's attribute is not `from`: other code has replaced it.
+  // Does nothing if the module's attribute is not `from`. In this case other code has replaced the
+  // attribute.
   void exchange(PyObject* from, PyObject* to) const {
     PyObject* now = PyObject_GetAttr(module, name);
     const bool failed = now == nullptr || (now == from && PyObject_SetAttr(module, name, to) != 0);
@@ -98,7 +100,7 @@ std::vector<Replaced>& replaced() {
   return *all;
 }
 
-// replace(module, name, ours): replaces the module's attribute by `ours` in each later block.
+// replace(module, name, ours) replaces the module's attribute by `ours` in each later block.
 PyObject* replace(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *module, *name, *ours;

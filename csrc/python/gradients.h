@@ -5,12 +5,13 @@
 
 namespace autobatch {
 
-// Adds `derive` and related functions to the module. They use CPython's C API and not pybind11,
-// because instances of ab.map call them (see bind_fibers in fibers.h).
+// Adds `derive` and related functions to the module. The functions use CPython's C API instead of
+// pybind11, because instances of ab.map call them (see bind_fibers in fibers.h).
 void bind_gradients(PyObject* module);
 
-// Install the replacements that were given to `replace`, and restore PyTorch's originals. Both
-// functions need the GIL, and raise Python's exceptions as python_error.
+// install_gradients() installs the replacements that were passed to `replace`. remove_gradients()
+// restores PyTorch's functions. Both functions need the GIL, and raise Python's exceptions as
+// python_error.
 void install_gradients();
 void remove_gradients();
 

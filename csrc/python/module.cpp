@@ -1,4 +1,4 @@
-// The Python module: only bindings.
+// The bindings of the Python module.
 #include "autobatch/autobatch.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/compat.h"
@@ -33,8 +33,8 @@ using autobatch::Scope;
 using autobatch::ScopeOptions;
 using autobatch::Switch;
 
-// A scope can be destroyed while it is open: its thread has ended, or the object that held the
-// block was dropped. Its blocks end then.
+// A scope may be destroyed while it is open, because its thread has ended or the object of the
+// block was freed. In this case the blocks of the scope end.
 std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
   return {new Scope(options), [](Scope* scope) {
             if (scope->is_open()) {
@@ -45,8 +45,9 @@ std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
           }};
 }
 
-// Opens a block, in the scope that is open on this thread or in a new one, and returns the scope.
-// `exit` closes the block. Python opens a block with one call, because a block may have few ops.
+// Opens a block and returns its scope: the scope that is open on this thread, or a new scope.
+// `exit` closes the block. Python needs only one call to open a block, because a block may have few
+// ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
                                   bool adaptive, bool profile) {
@@ -86,12 +87,12 @@ py::dict options_of(Scope& scope) {
 }
 
 void bind_scope(py::module_& m) {
-  // Holds facts only. Users see torch_autobatch._report.Report.
+  // This class contains only facts. The class for users is torch_autobatch._report.Report.
   py::class_<Report, std::shared_ptr<Report>>(m, "ReportFacts")
       .def("facts", &autobatch::report_facts);
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")
-      // Called right after the map's block is opened. Returns whether the instances should run in a
-      // loop instead of in fibers.
+      // Called when the map has opened its block. Returns true if the instances should run in a
+      // loop, and false if they should run in fibers.
       .def("begin_map",
            [](Scope& scope, const py::object& function) {
              return scope.begin_map(autobatch::python_block_history(),
@@ -117,8 +118,8 @@ void bind_scope(py::module_& m) {
   m.def("is_open", [] { return Scope::current() != nullptr; });
 }
 
-// Returns the exception that a kernel written in Python raised; null if the error is not a Python
-// exception.
+// Returns the exception that a kernel written in Python has raised. Returns null if the error is
+// not a Python exception.
 py::handle raised_in_python(const std::exception& error) {
   if (const auto* e = dynamic_cast<const py::error_already_set*>(&error)) return e->value();
   const auto* found = dynamic_cast<const python_error*>(&error);
@@ -126,13 +127,15 @@ py::handle raised_in_python(const std::exception& error) {
   auto* e = const_cast<python_error*>(found);
   if (e->type == nullptr) e->persist();
   if (e->type == nullptr) return {};
-  PyErr_Clear();  // autograd's engine leaves it set
-  // An error that PyErr_SetString has set is only a type and a text until it is normalised.
+  PyErr_Clear();  // autograd's engine does not clear the exception
+  // An error that was set by PyErr_SetString consists only of a type and a text until it is
+  // normalised.
   PyErr_NormalizeException(&e->type, &e->value, &e->traceback);
   return e->value;
 }
 
-// Whether the error is KeyboardInterrupt, SystemExit or the like: not an `Exception`.
+// Whether the error is a Python exception that is not derived from `Exception`, such as
+// KeyboardInterrupt or SystemExit.
 bool is_interruption(const std::exception& error) {
   const py::gil_scoped_acquire gil;
   const py::handle raised = raised_in_python(error);
@@ -159,7 +162,7 @@ void wait_without_gil(const std::function<void()>& wait) {
 }
 
 // Whether torch._dynamo has been imported. The Meta kernels of most ops are written in Python and
-// import it, which takes a second or more.
+// import torch._dynamo. The first import takes a second or more.
 bool is_compiler_imported() {
   const py::gil_scoped_acquire gil;
   return PyDict_GetItemString(PyImport_GetModuleDict(), "torch._dynamo") != nullptr;
@@ -173,7 +176,8 @@ std::string names_of_switches() {
   return names;
 }
 
-// By name: (is a pass, is on, uses).
+// Returns a dict of all switches. The key is the name, and the value is a tuple (is a pass, is on,
+// uses).
 py::dict switches() {
   py::dict all;
   for (const Switch* s : Switch::all()) {
@@ -187,7 +191,7 @@ void set_switch(const std::string& name, bool on) {
   for (Switch* s : Switch::all()) {
     if (s->name() != name) continue;
     s->set(on);
-    autobatch::free_waiting_objects();  // of tensor_objects
+    autobatch::free_waiting_objects();  // the objects that tensor_objects keeps
     return;
   }
   throw py::value_error("set_switch: no switch '" + name + "'; there are " + names_of_switches());
@@ -235,7 +239,8 @@ PYBIND11_MODULE(_C, m) {
     autobatch::Scope* scope = autobatch::Scope::current();
     if (scope != nullptr && !scope->graph().empty()) scope->flush(reason);
   });
-  // Replaces a method of a class written in C, which does not allow the assignment.
+  // Replaces a method of a class that is written in C. Python does not allow assigning attributes
+  // of such a class.
   m.def("replace_method", [](py::handle type, const std::string& name, py::object function) {
     auto* of = reinterpret_cast<PyTypeObject*>(type.ptr());
     if (PyDict_SetItemString(of->tp_dict, name.c_str(), function.ptr()) != 0) {

@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// Formats as Python's repr(): the shortest text that reads back as the same number.
+// Formats a number like Python's repr(): as the shortest text that is read back as the same number.
 std::string text_of(double value) {
   const py::gil_scoped_acquire gil;
   return py::repr(py::float_(value)).cast<std::string>();
@@ -41,7 +41,7 @@ std::string text_of(const c10::IValue& value) {
   return out.str();
 }
 
-// Formats an argument. Dtypes need a case of their own, because they are ints in a schema.
+// Formats an argument. Dtypes need a special case, because a schema stores them as ints.
 std::string text_of(const c10::IValue& value, const c10::Argument& argument) {
   const bool is_dtype = argument.name() == "dtype" && value.isInt();
   return is_dtype ? c10::toString(value.toScalarType()) : text_of(value);
@@ -57,7 +57,8 @@ bool holds_tensors(const c10::IValue& value, const c10::Argument& argument) {
          (value.isList() && argument.type()->str().find("Tensor") != std::string::npos);
 }
 
-// Formats the arguments that are not tensors and differ from their defaults: "dim=1, keepdim=True".
+// Formats the arguments that are not tensors and differ from their defaults. An example is "dim=1,
+// keepdim=True".
 std::string constants_of(const Signature& signature) {
   std::string out;
   const auto& arguments = signature.op->handle.schema().arguments();
@@ -110,7 +111,7 @@ py::list list_of(const std::vector<Row>& rows) {
   return list;
 }
 
-// Rows are tuples, because there may be very many.
+// Rows are tuples, because a trace may have very many rows.
 py::object facts_of(Trace* trace) {
   using namespace py::literals;
   if (trace == nullptr) return py::none();

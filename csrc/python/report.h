@@ -1,4 +1,4 @@
-// Converts a report for Python. torch_autobatch._report adds advice and renders the report.
+// Converts a report to Python objects. torch_autobatch._report adds advice and formats the report.
 #pragma once
 
 #include <pybind11/pybind11.h>

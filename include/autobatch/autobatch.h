@@ -1,11 +1,11 @@
-// torch-autobatch for LibTorch programs. The code is written for one example. Ops called while a
-// scope is open are captured, and run as few batched calls, with the values and gradients of eager
-// mode.
+// torch-autobatch for LibTorch programs. The user's code is written for one example. Ops that are
+// called while a scope is open are captured, and then run as a small number of batched calls.
+// Values and gradients are the same as in eager mode.
 //
 //   {
 //     autobatch::BatchScope scope;
 //     for (const Tree& tree : minibatch) losses.push_back(model->forward(tree));
-//     scope.close();  // here, so that an error can be caught
+//     scope.close();  // throws if there is an error; the destructor must not throw
 //   }
 //   torch::stack(losses).sum().backward();
 #pragma once
@@ -28,32 +28,34 @@ namespace autobatch {
 class Scope;
 struct Roots;
 
-// Captures the ops that its thread calls, from construction to close() or destruction. Scopes nest:
-// an inner scope joins the outer one, and everything runs when the outer scope ends. The exception
-// is backward of the roots given to an inner scope, which runs when the inner scope is closed. A
-// BatchScope must stay on its thread, and must not be static or thread_local, because torch's own
-// thread-local state must outlive it.
+// Captures the ops that its thread calls, from construction to close() or destruction. Scopes can
+// be nested: an inner scope joins the outer scope, and its ops run when the outer scope ends.
+// However, backward of the roots of an inner scope runs when the inner scope is closed. A
+// BatchScope must be used only on the thread that created it. A BatchScope must not be static or
+// thread_local, because torch's thread-local state must outlive it.
 class BatchScope {
  public:
   // Throws std::invalid_argument if `options.policy` is unknown.
   AUTOBATCH_API explicit BatchScope(const ScopeOptions& options = {});
-  // Calls close(). Errors are dropped if an exception is already being propagated. Otherwise an
-  // error terminates the program, because destructors must not throw.
+  // Calls close(). If an exception is already being propagated, errors of close() are ignored. If
+  // no exception is being propagated, an error terminates the program, because destructors must not
+  // throw.
   AUTOBATCH_API ~BatchScope();
   BatchScope(const BatchScope&) = delete;
   BatchScope& operator=(const BatchScope&) = delete;
 
   // Computes all pending tensors. Throws the first error of a captured op.
   AUTOBATCH_API void flush();
-  // Registers a root, in place of a call of `root.backward(gradient)` for each example. close()
-  // runs backward of all roots at once, batched. `gradient` has the shape of `root`; it may be
-  // undefined if `root` has one element. Throws c10::Error otherwise, and after close().
+  // Registers a root for backward. Call this function for each example, instead of
+  // `root.backward(gradient)`. close() runs backward of all roots together, in batches. `gradient`
+  // must have the shape of `root`; it may be undefined if `root` has one element. Throws c10::Error
+  // if `gradient` is not valid, or if the scope is closed.
   AUTOBATCH_API void backward(const at::Tensor& root, const at::Tensor& gradient = {});
   // Ends the scope: computes all pending tensors, then runs backward of the roots. Throws the first
   // error of a captured op or of backward.
   AUTOBATCH_API void close();
 
-  // Returns the report of what was captured and how it ran so far.
+  // Returns the report about the ops that were captured so far, and about their batches.
   AUTOBATCH_API const Report& report() const;
 
  private:
@@ -63,15 +65,16 @@ class BatchScope {
   bool closed_ = false;
 };
 
-// Whether the value of the tensor is not computed yet. Any read of the value computes it.
+// Whether the value of the tensor is not computed yet. Any read of the value computes the tensor.
 AUTOBATCH_API bool is_pending(const at::Tensor& tensor);
 
-// Frees the memory cached for buffers of later scopes, and the cached schedules. Returns the number
-// of bytes freed.
+// Frees the cached schedules, and the memory that is cached for buffers of later scopes. Returns
+// the number of freed bytes.
 AUTOBATCH_API size_t empty_cache();
 
-// Describes the build as text: versions of the library and of PyTorch, CUDA kernels, autobatch::map
-// and the dispatch key used for capture.
+// Returns a text that describes the build. The text contains the versions of the library and of
+// PyTorch, and the dispatch key that is used for capture. The text also tells whether CUDA kernels
+// and autobatch::map are available.
 AUTOBATCH_API std::string build_info();
 
 }  // namespace autobatch

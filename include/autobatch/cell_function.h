@@ -1,4 +1,4 @@
-// Cells: functions whose calls are captured as a whole.
+// A cell is a function whose calls are captured as a whole.
 //
 //   auto node = autobatch::cell([&](const Tensor& left, const Tensor& right) {
 //     const Tensor gates = linear(torch::cat({left, right}, 1));
@@ -6,20 +6,20 @@
 //     return std::make_tuple(h, c);
 //   });
 //
-// The first call of each kind in a scope runs the function and keeps the captured ops as a
-// template. Further calls of the kind add the same ops on their own tensors, without running the
-// function. Batching, values and gradients are those of the plain function.
+// The first call of each kind in a scope runs the function and stores the captured ops as a
+// template. Later calls of the same kind do not run the function: they add the same ops, with their
+// own tensors as arguments. Batching, values and gradients are the same as for the plain function.
 //
 // Arguments and results may be tensors, numbers, enumerators and strings, alone or in pairs,
-// tuples, arrays, vectors and optionals. Two calls are of one kind if their arguments agree in
-// everything but the values of tensors: shapes, dtypes, strides, requires_grad and all other
-// arguments. Grad mode and autocast must agree too.
+// tuples, arrays, vectors and optionals. Two calls are of the same kind if their tensors have equal
+// shapes, dtypes, strides and requires_grad, and all other arguments are equal. Grad mode and
+// autocast must be equal too.
 //
-// The caller promises that the result depends only on the arguments and on constant state. Constant
-// state is tensors and settings that stay the same while the scope is open (parameters, the
-// training flag of a module). ScopeOptions::check_cells detects violations. A cell throws if its
-// function reads the value of a tensor. If the function writes in place, or calls an op that is not
-// captured, the cell runs op by op, and the report says why.
+// The result of the function must depend only on the arguments and on constant state. Constant
+// state consists of tensors and settings that do not change while the scope is open (parameters,
+// the training flag of a module). ScopeOptions::check_cells detects violations of this rule. A cell
+// throws if its function reads the value of a tensor. If the function writes in place, or calls an
+// op that is not captured, the cell runs op by op. In this case the report gives the reason.
 #pragma once
 
 #include "autobatch/export.h"
@@ -46,21 +46,22 @@ class CellFunction;
 
 namespace cell_detail {
 
-// Values flattened into their tensors, in order, and 64-bit words for everything else. The inline
-// capacity suffices for most calls: a model calls its cells thousands of times a step.
+// Flattened values: the tensors in order, and 64-bit words for all other data. The inline capacity
+// is sufficient for most calls, because a model may call its cells thousands of times in each step.
 struct Parts {
   c10::SmallVector<at::Tensor, 8> tensors;
   c10::SmallVector<uint64_t, 8> words;
 };
 
-// Reads Parts in the order in which they were written. Tensors may be moved from.
+// Reads Parts in the order in which they were written. The reader may move tensors out of the
+// Parts.
 struct Reader {
   at::Tensor* tensor;
   const uint64_t* word;
 };
 
-// Converts values of type T to Parts (`take`) and back (`make`). Specialise it to support further
-// types.
+// Converts values of type T to Parts (`take`) and back (`make`). To support another type,
+// specialise this template.
 template <class T, class Enable = void>
 struct Value {
   static_assert(!sizeof(T),
@@ -111,8 +112,8 @@ struct Value<std::string> {
   }
 };
 
-// Views of strings are supported as arguments only: the text of a view that is a result would have
-// no owner.
+// A std::string_view is supported only as an argument. A result of type std::string_view would
+// refer to a text without an owner.
 template <>
 struct Value<std::string_view> {
   static void take(std::string_view value, Parts& parts) { Value<std::string>::take(value, parts); }
@@ -156,7 +157,7 @@ struct Value<std::tuple<T...>> {
                values);
   }
   static std::tuple<T...> make([[maybe_unused]] Reader& reader) {
-    // Braces guarantee evaluation from left to right.
+    // In a list with braces, C++ guarantees evaluation from left to right.
     return std::tuple<T...>{value_of<T>::make(reader)...};
   }
 };
@@ -189,10 +190,12 @@ class Function {
  public:
   AUTOBATCH_API explicit Function(std::string name);
 
-  // Whether a call on this thread is now captured as a whole. False within another cell.
+  // Whether a call that starts now on this thread is captured as a whole. Returns false inside
+  // another cell.
   AUTOBATCH_API bool is_captured() const;
-  // Sets `results` from the template of this kind of call. If there is no template yet, or the
-  // function has to run anyway, calls `run`, which runs the function and sets `results`.
+  // Sets `results` by the template for this kind of call. If there is no template yet, or if the
+  // function has to run for another reason, calls `run`. `run` must call the function and set
+  // `results`.
   AUTOBATCH_API void call(const Parts& arguments, c10::function_ref<void()> run,
                           Parts& results) const;
 
@@ -201,7 +204,8 @@ class Function {
   std::shared_ptr<CellFunction> function_;
 };
 
-// Returns a number that is unique to the list of types, since 0 and 0.0 have the same bits.
+// Returns a number that is unique for the list of types. The number distinguishes values that have
+// the same bits but different types, such as 0 and 0.0.
 template <class... T>
 uint64_t number_of_types() {
   static const char place = 0;
@@ -238,7 +242,7 @@ class Cell {
   cell_detail::Function function_;
 };
 
-// Makes a cell of a function. `name` identifies it in errors and in the report.
+// Returns a cell that calls `function`. Errors and the report show `name`.
 template <class F>
 Cell<std::decay_t<F>> cell(F&& function, std::string name = "cell") {
   return {std::forward<F>(function), std::move(name)};

@@ -1,14 +1,14 @@
-// Serves requests that arrive at any time, from any thread, and batches their ops with each other
-// (in Python: ab.Engine).
+// Serves requests that arrive at any time and from any thread. Ops of different requests are
+// batched together (in Python: ab.Engine).
 //
 //   autobatch::Engine engine;
 //   auto answer = engine.submit([&] { return model->forward(tree); });  // from any thread
 //   torch::Tensor result = answer.get();
 //
-// One thread runs all requests, each in a fiber, as `map` runs instances. Captured ops run in
-// slices of about a millisecond. Between two slices, new requests start, requests whose values are
-// computed resume, and finished requests deliver their results. Experimental: may change between
-// minor versions.
+// One thread runs all requests. Each request runs in a fiber, like an instance of `map`. Captured
+// ops run in slices of about a millisecond. Between two slices, new requests start, requests whose
+// values are computed resume, and finished requests deliver their results. The Engine is
+// experimental, and its interface may change between minor versions.
 #pragma once
 
 #include "autobatch/export.h"
@@ -34,12 +34,12 @@
 namespace autobatch {
 
 struct EngineOptions {
-  // Limit on the sum of the costs of the requests that have started and not ended. At least one
-  // request always runs.
+  // Limit on the total cost of the requests that have started and have not ended. A request may
+  // exceed the limit if no other request is running.
   double max_live = 256;
-  // Limit on the sum of the costs of the requests in the queue.
+  // Limit on the total cost of the requests in the queue.
   double max_queue = 1024;
-  // How long the first request waits for further ones when the engine is idle.
+  // If the engine is idle, the time that a first request waits for other requests.
   std::chrono::nanoseconds max_delay{0};
   // Target duration of a slice. A single batch may take longer.
   std::chrono::nanoseconds slice_time{1'000'000};
@@ -50,7 +50,7 @@ struct EngineOptions {
 struct RequestOptions {
   std::optional<std::chrono::nanoseconds> timeout;  // from submission to the end of the request
   int priority = 0;                                 // requests with higher priority start first
-  double cost = 1;  // what max_live and max_queue count, such as tokens or nodes
+  double cost = 1;  // size of the request, in the unit of max_live and max_queue
 };
 
 // Thrown by `submit` and `post` when the request exceeds EngineOptions::max_queue.
@@ -59,13 +59,13 @@ class AUTOBATCH_API QueueFull : public std::runtime_error {
   QueueFull(double queued, double limit);
   double queued, limit;  // sums of costs
 };
-// Set in the future of a request that was cancelled through its future, Engine::cancel or
-// Engine::shutdown.
+// The exception in the future of a cancelled request. A request is cancelled by
+// EngineFuture::cancel, Engine::cancel or Engine::shutdown.
 class AUTOBATCH_API RequestCancelled : public std::runtime_error {
  public:
   explicit RequestCancelled(uint64_t number);
 };
-// Set in the future of a request that exceeded RequestOptions::timeout.
+// The exception in the future of a request that took longer than RequestOptions::timeout.
 class AUTOBATCH_API RequestTimedOut : public std::runtime_error {
  public:
   explicit RequestTimedOut(uint64_t number);
@@ -83,10 +83,11 @@ class EngineLoop;
 namespace engine_detail {
 
 AUTOBATCH_API void cancel(const std::weak_ptr<EngineLoop>& loop, uint64_t number);
-// Called within a request: waits until the values of the tensors are computed.
+// Waits until the values of the tensors are computed. Must be called inside a request.
 AUTOBATCH_API void make_real(const std::vector<at::Tensor>& tensors);
 
-// Appends the tensors in a result to `found`. Tensors within types without a Finder are skipped.
+// Appends the tensors in a result to `found`. If a type has no Finder, tensors inside values of
+// this type are not found.
 template <class T>
 void find_tensors(const T& value, std::vector<at::Tensor>& found);
 
@@ -133,7 +134,7 @@ void find_tensors(const T& value, std::vector<at::Tensor>& found) {
   Finder<T>::find(value, found);
 }
 
-// A request's function, its result, and the promise of the result.
+// The function of a request, its result, and the promise for the result.
 template <class F, class R>
 struct Call {
   explicit Call(F given) : function(std::move(given)) {}
@@ -165,15 +166,16 @@ struct Call {
 
 }  // namespace engine_detail
 
-// The result of a request: a std::future with cancel(). Destroying the future does not cancel the
-// request.
+// The future result of a request. EngineFuture is a std::future with an additional member,
+// cancel(). Destroying the future does not cancel the request.
 template <class R>
 class EngineFuture : public std::future<R> {
  public:
   EngineFuture(std::future<R> future, std::weak_ptr<EngineLoop> loop, uint64_t number)
       : std::future<R>(std::move(future)), loop_(std::move(loop)), number_(number) {}
 
-  // Ends the request at the next slice, unless it has ended already. Callable from any thread.
+  // Ends the request at the next slice. Has no effect if the request has already ended. Can be
+  // called from any thread.
   void cancel() { engine_detail::cancel(loop_, number_); }
 
  private:
@@ -183,21 +185,22 @@ class EngineFuture : public std::future<R> {
 
 class Engine {
  public:
-  // Throws c10::Error if max_live or max_queue is below 1, max_delay is negative, slice_time is not
-  // positive, stack_size is below 16 KiB, or the library was built without Boost.Context
-  // (has_map()).
+  // Throws c10::Error if an option is not valid. max_live and max_queue must be at least 1, and
+  // stack_size must be at least 16 KiB. max_delay must not be negative, and slice_time must be
+  // positive. Also throws c10::Error if the library was built without Boost.Context (has_map()).
   AUTOBATCH_API explicit Engine(const EngineOptions& options = {});
-  // Calls shutdown(): waits until all requests have finished.
+  // Calls shutdown(), which waits until all requests have finished.
   AUTOBATCH_API ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Submits `function()`, the code of one request, to the engine's thread and returns at once.
-  // Callable from any thread. The function may read tensor values and call any number of models,
-  // but must not block on anything else. Tensors that it uses must not be written to until it ends.
-  // Tensors in its result, including those in pairs, tuples, arrays, vectors and optionals, are
-  // ordinary tensors with the values of eager mode. An exception thrown by the function is set in
-  // the future and does not affect other requests. Throws QueueFull, or std::runtime_error after
+  // Submits a request and returns at once. The engine's thread will call `function()`, the code of
+  // the request. submit() can be called from any thread. The function may read tensor values and
+  // call any number of models, but must not wait for any other event. Until the function ends, the
+  // tensors that it uses must not be written to. Tensors in its result, including those in pairs,
+  // tuples, arrays, vectors and optionals, are ordinary tensors with the values of eager mode. If
+  // the function throws an exception, the future gets the exception, and other requests are not
+  // affected. submit() throws QueueFull if the queue is full, and std::runtime_error after
   // shutdown().
   template <class F>
   auto submit(F&& function, const RequestOptions& options = {}) {
@@ -211,27 +214,29 @@ class Engine {
     return EngineFuture<R>(std::move(future), loop_, number);
   }
 
-  // As submit(), but reports the end of the request through a callback. `ended` is called once, on
-  // the engine's thread, with the exception that ended the request, or null if it finished; `ended`
-  // must not block or throw. Returns the number of the request, for cancel().
+  // Submits a request like submit(), but reports the end of the request by a callback. `ended` is
+  // called once, on the engine's thread. The argument of `ended` is the exception that ended the
+  // request, or null if the request finished. `ended` must not block or throw. Returns the number
+  // of the request, for cancel().
   AUTOBATCH_API uint64_t post(std::function<void()> function,
                               std::function<void(const std::exception_ptr&)> ended,
                               const RequestOptions& options = {});
-  // Ends the request with this number at the next slice, unless it has ended already. Callable from
-  // any thread.
+  // Ends the request with this number at the next slice. Has no effect if the request has already
+  // ended. Can be called from any thread.
   AUTOBATCH_API void cancel(uint64_t number);
 
   // Calls `action` on the engine's thread while no request is running, for example to load other
-  // weights. Started requests finish first; queued requests start afterwards. An exception thrown
-  // by `action` is set in the returned future. Throws std::runtime_error after shutdown().
+  // weights. Requests that have started finish first, and queued requests start after the action.
+  // If `action` throws an exception, the returned future gets the exception. Throws
+  // std::runtime_error after shutdown().
   AUTOBATCH_API std::future<void> between(std::function<void()> action);
 
-  // Stops accepting requests and waits until all accepted requests have finished. If `cancel`, ends
-  // the accepted requests where they are suspended. Does not wait when called on the engine's own
-  // thread.
+  // Stops accepting requests, and waits until all accepted requests have finished. If `cancel` is
+  // true, the accepted requests are cancelled instead. shutdown() does not wait if it is called on
+  // the engine's thread.
   AUTOBATCH_API void shutdown(bool cancel = false);
 
-  // Returns the counts so far. Callable from any thread.
+  // Returns the current counts. Can be called from any thread.
   AUTOBATCH_API EngineStats stats() const;
 
  private:

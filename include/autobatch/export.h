@@ -7,9 +7,9 @@
 // Marks the public symbols of libautobatch.so. All other symbols are hidden (-fvisibility=hidden).
 #define AUTOBATCH_API __attribute__((visibility("default")))
 
-// Marks symbols that the Python module calls. The module is a separate library, so that it and C++
-// programs in the same process share one libautobatch.so. A build without the module hides these
-// symbols too.
+// Marks symbols that the Python module calls. The module is a separate library. So the module and
+// C++ code in the same process can share one libautobatch.so. If the library is built without the
+// module, symbols with this mark are hidden too.
 #if AUTOBATCH_FOR_PYTHON
 #define AUTOBATCH_INTERNAL AUTOBATCH_API
 #else

@@ -1,4 +1,4 @@
-// Runs a function for many instances, whose code may read tensor values (in Python: ab.map).
+// Runs a function for many instances. The function may read tensor values (in Python: ab.map).
 #pragma once
 
 #include "autobatch/export.h"
@@ -21,20 +21,21 @@ struct MapOptions : ScopeOptions {
 // Whether the library was built with Boost.Context, which `map` and Engine need.
 AUTOBATCH_API bool has_map();
 
-// Calls body(0) ... body(count - 1) on this thread, each in a fiber with a stack of its own. A body
-// that reads the value of a pending tensor is suspended, and the next body runs. When all bodies
-// wait, one flush computes the values that they need. Opens a scope, or joins the open one.
-// Thread-local state that a body changes (grad mode, autocast, ...) is visible to that body only.
+// Calls body(0) ... body(count - 1) on this thread. Each call runs in a separate fiber, which has a
+// separate stack. When a body reads the value of a pending tensor, the body is suspended and the
+// next body runs. When all bodies wait, one flush computes the values that they need. The function
+// opens a scope, or joins the scope that is open. If a body changes thread-local state of PyTorch
+// (grad mode, autocast, ...), other bodies do not observe the change.
 //
 // If bodies throw, the exception of the body with the lowest index is rethrown. Bodies with lower
-// indices run to their end. Bodies with higher indices are unwound where they are suspended, by an
-// exception that is not derived from std::exception. Throws c10::Error if !has_map() or if
-// stack_size is below 16 KiB.
+// indices run to their end. Bodies with higher indices are ended at the point where they are
+// suspended: an exception that is not derived from std::exception unwinds their stack. Throws
+// c10::Error if !has_map() or if stack_size is below 16 KiB.
 AUTOBATCH_API void for_each_instance(size_t count, const std::function<void(size_t)>& body,
                                      const MapOptions& options = {});
 
-// Returns the results of body(0) ... body(count - 1), in this order, as a std::vector; returns
-// nothing if `body` returns void. Errors are those of for_each_instance().
+// Returns a std::vector with the results of body(0) ... body(count - 1), in this order. Returns
+// nothing if `body` returns void. Throws the same errors as for_each_instance().
 template <class Body>
 auto map(size_t count, Body&& body, const MapOptions& options = {}) {
   using Result = std::invoke_result_t<Body&, size_t>;

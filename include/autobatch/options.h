@@ -14,14 +14,17 @@ struct ScopeOptions {
   // computed. 0: no limit.
   size_t max_pending = 0;
   bool verify = false;       // also run every op eagerly and compare the values
-  bool cells = true;         // capture cells as a whole; if false, op by op
+  bool cells = true;         // capture each cell as a whole; if false, op by op
   bool check_cells = false;  // trace every call of a cell and compare it with the template
-  // Stop capturing where deferring ops does not pay, for a number of calls. Enabled by default in
-  // batch() of Python. In C++ calls are not counted, so capture resumes only when a map begins.
+  // If deferring ops does not save time at a line, stop capturing for a number of calls. In Python,
+  // batch() enables this option by default. In C++, calls are not counted, so capture resumes only
+  // when a map begins.
   bool adaptive = false;
-  // Record the times of batches and the dependencies between nodes, to plot the block.
+  // Record the times of batches and the dependencies between nodes, so that the block can be
+  // plotted.
   bool profile = false;
-  // A custom policy that replaces `policy`. Its schedules are validated.
+  // A custom policy, which is used instead of `policy`. The schedules of a custom policy are
+  // validated.
   std::shared_ptr<const Policy> own_policy;
 };
 

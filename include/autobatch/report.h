@@ -1,4 +1,5 @@
-// The report of a scope: what was captured and how it ran. Counts grow with each flush.
+// The report of a scope. The report describes the captured ops and their batches. The counts grow
+// with each flush.
 #pragma once
 
 #include "autobatch/export.h"
@@ -21,23 +22,24 @@ struct SignatureReport {
   std::string op;          // "aten::linear"
   std::string shapes;      // operand shapes of the first node
   std::string rule;        // "native", "functorch" or "loop"
-  std::string note;        // why no better rule ran it; empty if there is no such reason
-  std::string site;        // line of user code that first captured it, "model.py:12"
+  std::string note;        // why no better rule was used; empty if there is no reason
+  std::string site;        // first line of user code with this signature, "model.py:12"
   uint64_t instances = 0;  // nodes that ran
   uint64_t batches = 0;
   uint64_t largest = 0;   // nodes in the largest batch
-  uint64_t launches = 0;  // one for each batch; for the rule "loop", one for each node
-  uint64_t alone = 0;     // nodes that ran in a call of their own
-  // Distinguish rows with the same op, site, shapes and rule.
+  uint64_t launches = 0;  // one per batch; for the rule "loop", one per node
+  uint64_t alone = 0;     // nodes that ran without sharing a call
+  // The next members distinguish rows with the same op, site, shapes and rule.
   uint64_t position = 0;  // position in the line, in the host's units (host_hooks.h)
   uint64_t serial = 0;    // Signature::serial
   uint64_t weights = 0;   // hash of the identities of the weights
   uint64_t context = 0;   // grad mode and autocast state, as one word
-  // The signature; null once the tables that own the signature are replaced. Internal.
+  // The signature. The pointer is null if the tables that own the signature were replaced.
+  // Internal.
   const Signature* kind = nullptr;
 };
 
-// One flush. When a block has very many flushes, flushes with the same reason and site share a row.
+// One flush. If a block has very many flushes, flushes with the same reason and site share one row.
 struct FlushReport {
   std::string reason;
   std::string site;
@@ -56,19 +58,19 @@ struct AtOnceReport {
   std::string caller;  // as FlushReport::caller
 };
 
-// A line of user code where the scope stopped capturing, because deferring the ops did not pay
-// (ScopeOptions::adaptive).
+// A line of user code where the scope stopped capturing, because deferring the ops did not save
+// time (ScopeOptions::adaptive).
 struct PauseReport {
   std::string site;
   uint64_t count = 0;
   uint64_t calls = 0;  // calls of functions and modules until capture resumed
-  // True: timing trials of whole blocks or maps showed that eager is faster. False: the numbers of
-  // nodes, batches and launches showed that batching gains too little.
+  // True if time measurements of whole blocks or maps showed that eager is faster. False if the
+  // numbers of nodes, batches and launches showed that batching saves too little time.
   bool measured = false;
 };
 
-// The graph of one flush, kept so that the lower bound is computed only when it is read. The arrays
-// are those of ScheduleInput.
+// The graph of one flush. The graph is stored so that the lower bound can be computed later, when
+// the bound is read. The arrays are the arrays of ScheduleInput.
 struct BoundInput {
   std::shared_ptr<const void> memory;  // owns the memory of the three spans
   std::span<const uint32_t> signature;
@@ -81,24 +83,24 @@ class Report {
  public:
   uint64_t ops = 0;    // ops captured as nodes
   uint64_t views = 0;  // views, captured as offsets and strides without a node
-  uint64_t nodes = 0;  // nodes that ran; nodes whose results are unreachable do not
+  uint64_t nodes = 0;  // nodes that ran; a node with unreachable results does not
   uint64_t batches = 0;
   uint64_t launches = 0;  // sum of SignatureReport::launches
-  // Number of times that result metadata was inferred by running the op on dummy data or its Meta
-  // kernel.
+  // Number of times that result metadata was inferred. To infer it, the op runs on dummy data, or
+  // its Meta kernel runs.
   uint64_t inferred = 0;
   uint64_t num_flushes = 0;
-  // Number of rewrites by pass over the graph of a flush ("fuse_sums"). A pass is missing if it
-  // changed nothing.
+  // Number of rewrites of flush graphs by each pass. The key is the name of the pass, such as
+  // "fuse_sums". A pass that changed nothing has no entry.
   std::map<std::string, uint64_t> passes;
-  uint64_t checks = 0;          // assertions on values that were deferred to a flush
+  uint64_t checks = 0;          // assertions on values that a flush verifies later
   uint64_t backward_calls = 0;  // calls of `backward()` inside the block
   uint64_t gradients = 0;       // captured calls of `autograd.grad`
-  // Length in ops of the longest dependency chain, over all flushes. 0 if the only flush is the one
-  // at the end of the block.
+  // Length of the longest dependency chain over all flushes, in ops. The length is 0 if the block
+  // has only the flush at its end.
   uint64_t depth = 0;
   bool is_open = false;  // whether the scope is still open
-  // Whether assertions of all code are deferred, not only those of PyTorch.
+  // Whether the assertions of all code are deferred, and not only the assertions in PyTorch's code.
   bool defers_checks = false;
   std::vector<SignatureReport> signatures;
   std::vector<FlushReport> flushes;
@@ -107,27 +109,28 @@ class Report {
   std::shared_ptr<Trace> trace;  // null without ScopeOptions::profile
 
   uint64_t launches_saved() const { return nodes - launches; }
-  // Returns a lower bound on the number of batches of any schedule, summed over the flushes other
-  // than the slices of an Engine. See lower_bound() in schedule.h.
+  // Returns a lower bound on the number of batches of any schedule. The bound is the sum over all
+  // flushes, without the slices of an Engine. See lower_bound() in schedule.h.
   AUTOBATCH_API uint64_t lower_bound() const;
-  // Formats the report as a table.
+  // Returns the report as a table.
   AUTOBATCH_API std::string to_string() const;
 
-  // Returns the row of the signature with this serial number as run by `rule`, or null if it is
-  // new. The number of rows is limited: all further signatures share the last row.
+  // Returns the row for the signature with this serial number and for `rule`, or null if there is
+  // no row yet. The number of rows is limited. When the limit is reached, all new signatures share
+  // the last row.
   SignatureReport* find(uint64_t serial, std::string_view rule);
   SignatureReport& add(uint64_t serial, SignatureReport row);
   void add_flush(FlushReport flush);
-  // Adds a row for (op, reason). `op` and `reason` are compared by address, since knows_at_once()
-  // runs at every read, so they must outlive the report.
+  // Adds a row for (op, reason). knows_at_once() runs at every read, so it compares `op` and
+  // `reason` by address. For this reason both must outlive the report.
   void add_at_once(const std::string& op, const char* reason, AtOnceReport row);
   bool knows_at_once(const std::string& op, const char* reason);
   void add_pause(const std::string& site, bool measured = false);
-  // Adds `calls` to the pause that was added last.
+  // Adds `calls` to the pause that was recorded last.
   void add_paused_calls(uint64_t calls);
   void add_bound_input(BoundInput input);
-  // Keeps alive the tables that own the signatures of the rows. Rows of earlier tables lose `kind`,
-  // so that a long-lived scope does not keep old tables alive.
+  // Holds a reference to the tables that own the signatures of the rows. In rows of earlier tables,
+  // `kind` is set to null, so that a long-lived scope does not hold references to old tables.
   void keep(const std::shared_ptr<const void>& tables);
 
  private:

@@ -1,7 +1,7 @@
-// The scheduling stage takes a graph and decides which nodes run together, and in which order.
+// Scheduling decides which nodes of a graph run together, and in which order.
 //
-// A schedule is a pure function of the graph's structure. The scheduler knows nothing about ops and
-// does not include torch, so policies can be tested on graphs written by hand.
+// A schedule is a pure function of the graph's structure. The scheduler does not depend on ops or
+// on torch. So policies can be tested on graphs that are written by hand.
 #pragma once
 
 #include "autobatch/export.h"
@@ -15,17 +15,17 @@
 namespace autobatch {
 
 // One captured graph. Nodes are numbered in capture order, so every producer has a smaller number
-// than its consumers. Policies do not check these invariants; validate() does.
+// than its consumers. Policies do not check the numbering; validate() checks it.
 struct ScheduleInput {
   std::span<const uint32_t> signature;    // [nodes] dense ids, < num_signatures
   std::span<const uint32_t> input_begin;  // [nodes + 1] offsets into inputs (CSR)
   std::span<const uint32_t> inputs;       // producer node ids (duplicates allowed)
   uint32_t num_signatures = 0;
   std::span<const uint8_t> batchable;  // [num_signatures]; 0: each node runs alone
-  std::span<const uint8_t> heavy;      // [num_signatures]; 1: matmul-like, loses ties
+  std::span<const uint8_t> heavy;      // [num_signatures]; 1: like matmul, loses ties
   // Id of the set of signatures, independent of their numbers. Graphs with the same id most likely
-  // come from one model. A choice that is good for one of these graphs is then good for the next
-  // graph. 0: unknown.
+  // come from the same model. So a choice that is good for one graph is most likely good for the
+  // next graph with the same id. 0: unknown.
   uint64_t family = 0;
 
   uint32_t num_nodes() const { return static_cast<uint32_t>(signature.size()); }
@@ -34,8 +34,8 @@ struct ScheduleInput {
   }
 };
 
-// The nodes of batch b are order[batch_begin[b]], ..., order[batch_begin[b + 1] - 1], in capture
-// order.
+// A schedule. The nodes of batch b are order[batch_begin[b]], ..., order[batch_begin[b + 1] - 1],
+// in capture order.
 struct Schedule {
   std::vector<uint32_t> order;        // node ids in execution order
   std::vector<uint32_t> batch_begin;  // [batches + 1] offsets into order
@@ -47,7 +47,7 @@ struct Schedule {
   }
 };
 
-// A batching policy. Stateless: one instance serves all threads.
+// A batching policy. A policy has no state, so all threads use the same instance.
 class AUTOBATCH_API Policy {
  public:
   virtual ~Policy();
@@ -56,20 +56,21 @@ class AUTOBATCH_API Policy {
   virtual Schedule schedule(const ScheduleInput& graph) const = 0;
 };
 
-// Returns the policy with this name. Throws std::invalid_argument, naming the value received and
-// the valid names.
+// Returns the policy with this name. If there is no such policy, throws std::invalid_argument. The
+// message contains the given name and all valid names.
 AUTOBATCH_API const Policy& find_policy(std::string_view name);
 
 // Returns the names of all policies; "auto" is the default. The user guide describes them.
 AUTOBATCH_API std::vector<std::string_view> policy_names();
 
-// Returns a lower bound on the number of batches: the number of unbatchable nodes, plus, for each
-// other signature, the largest number of its nodes on one path.
+// Returns a lower bound on the number of batches. The bound counts each node of a signature that
+// cannot be batched. For each other signature, the bound counts the largest number of its nodes on
+// one path.
 AUTOBATCH_API uint64_t lower_bound(const ScheduleInput& graph);
 
-// Throws std::logic_error, saying what is wrong, if the graph or its schedule is invalid. In a
-// valid schedule, each node runs once, and after its producers. Each batch has nodes of one
-// signature, and only one node if the signature is unbatchable.
+// Throws std::logic_error if the graph or its schedule is invalid. The message describes the error.
+// In a valid schedule, each node runs once, after its producers. All nodes of a batch have the same
+// signature. If a signature cannot be batched, its batches have one node.
 AUTOBATCH_API void validate(const ScheduleInput& graph, const Schedule& schedule);
 
 }  // namespace autobatch

@@ -12,7 +12,7 @@
 namespace autobatch::cell_detail {
 namespace {
 
-// Words of the results (Parts::words), kept with the template.
+// The words of a call's results (Parts::words). The template owns them.
 using Words = c10::SmallVector<uint64_t, 8>;
 
 const Words& words_of(const CellTemplate& made) {
@@ -61,7 +61,8 @@ class Use {
                                known);
   }
 
-  // Runs the function although its template is known, and compares the captured ops.
+  // Runs the function although there is a template, and compares the captured ops with the
+  // template.
   void check(const CellTemplate& known) {
     CellTrace trace(scope_, arguments_.tensors);
     run_();
@@ -80,10 +81,10 @@ class Use {
     if (!made) {
       scope_.report().at_once.push_back(
           {name_, "captured op by op: " + trace.why(), trace.site(), 1, ""});
-      made = std::make_unique<CellTemplate>();  // without steps: later calls run the plain function
+      made = std::make_unique<CellTemplate>();  // no steps: later calls run the plain function
     }
     made->host = std::make_shared<Words>(results_.words);
-    Key key;  // a new key, since the trace has found out which inputs are weights
+    Key key;  // a new key: only the trace shows which inputs are weights
     if (make_key(key)) scope_.cells().add(key, std::move(made), function_);
   }
 

@@ -1,4 +1,5 @@
-// The thread of an Engine. It starts requests, runs slices, and reports the ends of requests.
+// The thread of an Engine. The thread starts requests, runs slices, and reports the ends of
+// requests.
 #include "autobatch/engine.h"
 
 #include "autobatch/autobatch.h"
@@ -23,7 +24,7 @@ using Clock = std::chrono::steady_clock;
 using Ended = std::function<void(const std::exception_ptr&)>;
 
 constexpr std::chrono::seconds kIdle{1};  // idle time after which cached memory is freed
-constexpr int kTurns = 4;  // turns within which about all queued requests are started
+constexpr int kTurns = 4;  // in this number of turns nearly all queued requests are started
 
 struct Request {
   uint64_t number = 0;
@@ -47,7 +48,7 @@ class RequestPool final : public StackFiberPool {
   void add(const RequestPtr& request) {
     start(make_stack_fiber(*this, request->number, request->function, stack_size_));
   }
-  // Numbers of ended requests with their exceptions, null if there is none.
+  // For each ended request: its number, and its exception (null if it did not fail).
   std::vector<std::pair<uint64_t, std::exception_ptr>> ends;
 
  private:
@@ -57,7 +58,7 @@ class RequestPool final : public StackFiberPool {
   size_t stack_size_;
 };
 
-// Disables capture while it exists: callbacks may run any code.
+// Disables capture while the object exists, because callbacks may run any code.
 class Uncaptured {
  public:
   Uncaptured() : before_(set_eager(true)) {}
@@ -135,13 +136,14 @@ class EngineLoop {
       cancels_all_ = cancels_all_ || cancel;
       news_.notify_all();
     }
-    // Called from a request or callback.
+    // If a request or a callback calls shutdown(), the thread cannot wait for its own end.
     if (std::this_thread::get_id() == thread_.get_id()) return;
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.join();
   }
 
-  // Detaches the thread if the Engine is destroyed on its own thread, which then ends by itself.
+  // Detaches the engine's thread, for an Engine that is destroyed on this thread. The thread then
+  // ends by itself.
   void detach() {
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.detach();
@@ -170,8 +172,7 @@ class EngineLoop {
     }
   }
 
-  // One iteration of the loop. Returns false when the engine is shut down and nothing is left to
-  // do.
+  // One iteration of the loop. Returns false if the engine is shut down and has no work left.
   bool turn() {
     end_cancelled();
     end_late();
@@ -197,7 +198,8 @@ class EngineLoop {
 
   // --- start requests ---
 
-  // Starts requests for about the duration of a slice, so that running requests are not delayed.
+  // Starts queued requests, for about the duration of a slice. The time is limited so that running
+  // requests do not wait long.
   void admit() {
     const auto began = Clock::now();
     const std::chrono::nanoseconds each = start_time_;
@@ -221,7 +223,8 @@ class EngineLoop {
     return static_cast<int64_t>(queue_.size());
   }
 
-  // Removes the next request from the queue if it may start now, else returns null.
+  // If the next request may start now, removes it from the queue and returns it. Otherwise returns
+  // null.
   RequestPtr take() {
     const std::lock_guard lock(mutex_);
     if (!may_start()) return nullptr;
@@ -328,8 +331,8 @@ class EngineLoop {
     for (const uint64_t number : numbers) end<RequestTimedOut>(number, &EngineStats::timed_out);
   }
 
-  // Removes deadlines of ended requests when there are far more deadlines than requests. Requires
-  // `mutex_`.
+  // If there are far more deadlines than requests, removes the deadlines of ended requests.
+  // Requires `mutex_`.
   void drop_ended_deadlines() {
     if (deadlines_.size() <= 2 * (live_.size() + queue_.size()) + 1024) return;
     std::erase_if(deadlines_, [](const auto& entry) { return entry.second.expired(); });
@@ -337,7 +340,8 @@ class EngineLoop {
 
   void fail_all(const std::exception_ptr& error) {
     std::vector<RequestPtr> all;
-    // Actions that never run. Their futures get broken_promise when the actions are destroyed.
+    // Actions that will never run. When the actions are destroyed, their futures get the error
+    // broken_promise.
     std::deque<std::packaged_task<void()>> actions;
     {
       const std::lock_guard lock(mutex_);
@@ -354,8 +358,8 @@ class EngineLoop {
 
   // --- between requests ---
 
-  // Runs the next action if no request is running. Returns true if an action waits for running
-  // requests, so that no request may start.
+  // Runs the next action if no request is running. Returns true if an action still waits until the
+  // running requests end. No request may start then.
   bool run_between() {
     std::packaged_task<void()> action;
     {
@@ -372,8 +376,8 @@ class EngineLoop {
     return false;
   }
 
-  // Waits until there is something to do; no request is running. Returns false when the engine is
-  // shut down and nothing is left to do.
+  // Waits until the engine has work to do. Must be called only if no request is running. Returns
+  // false if the engine is shut down and has no work left.
   bool rest() {
     std::unique_lock lock(mutex_);
     const auto is_due = [&] {
@@ -394,7 +398,8 @@ class EngineLoop {
     return !(closing_ && queue_.empty() && between_.empty());
   }
 
-  // Returns the time of the next timeout or end of max_delay, if there is one. Requires `mutex_`.
+  // Returns the time of the next event: a timeout, or the end of max_delay. Returns nothing if no
+  // event is expected. Requires `mutex_`.
   std::optional<Clock::time_point> next_time() const {
     std::optional<Clock::time_point> next;
     if (!deadlines_.empty()) next = deadlines_.begin()->first;

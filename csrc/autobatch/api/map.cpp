@@ -21,7 +21,7 @@ class BodyPool final : public StackFiberPool {
         body_(body),
         stack_size_(options.stack_size) {}
 
-  // Returns the exception of the failed body with the lowest index; null if none failed.
+  // Returns the exception of the failed body with the lowest index; null if no body failed.
   const std::exception_ptr& failure() const { return failure_; }
 
  private:
@@ -73,7 +73,7 @@ void for_each_instance(size_t count, const std::function<void(size_t)>& body,
   BodyPool pool(*Scope::current(), count, body, options);
   pool.run();
   if (pool.failure()) std::rethrow_exception(pool.failure());
-  if (Scope::current()->is_outermost()) opened.flush();  // the destructor cannot throw
+  if (Scope::current()->is_outermost()) opened.flush();  // because destructors cannot throw
 }
 
 }  // namespace autobatch

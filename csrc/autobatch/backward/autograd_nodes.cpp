@@ -32,7 +32,7 @@ uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
                                  value.dtype);
 }
 
-// By graph input: whether the running pass needs its gradient.
+// Returns, for each graph input, whether the running pass needs its gradient.
 std::vector<uint8_t> wanted_graph_input(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   std::vector<uint8_t> wanted(record.tape.graph_inputs.size(), 0);
@@ -47,7 +47,7 @@ std::vector<uint8_t> wanted_graph_input(const FlushRecord& record) {
   return wanted;
 }
 
-// By level: the number of the record's feeders (FlushRecord::feeders) that the running pass
+// Returns, for each level, the number of feeders (FlushRecord::feeders) that the running pass
 // executes.
 std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
@@ -65,8 +65,8 @@ std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
   return count;
 }
 
-// Whether the gradient is not an ordinary tensor but belongs to a transform that must see each op:
-// vmap (`is_grads_batched`), another functorch transform, forward-mode AD, or a tensor subclass.
+// Whether the gradient belongs to a transform that must see each op. Such transforms are vmap
+// (`is_grads_batched`), the other functorch transforms, forward-mode AD and tensor subclasses.
 bool is_transformed(const at::Tensor& gradient) {
   constexpr c10::DispatchKeySet kTransforms(
       {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
@@ -75,8 +75,8 @@ bool is_transformed(const at::Tensor& gradient) {
   return gradient.key_set().has_any(kTransforms) || (meta != nullptr && meta->fw_grad_ != nullptr);
 }
 
-// Returns the state of the running pass. The state is made at the first call. A callback of the
-// engine deletes it when the pass ends.
+// Returns the state of the running pass. The first call creates the state. A callback of autograd's
+// engine deletes the state when the pass ends.
 BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   const int id = torch::autograd::get_current_graph_task_id();
   std::unique_ptr<BackwardTask>& task = record->tasks[id];
@@ -93,8 +93,8 @@ BackwardTask& current_task(const std::shared_ptr<FlushRecord>& record) {
   return *task;
 }
 
-// Returns the gradient collected so far for graph input `i`, or an undefined tensor if there is no
-// gradient, and clears it.
+// Returns the gradient collected so far for graph input `i`, and clears the stored gradient.
+// Returns an undefined tensor if there is no gradient.
 at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint32_t i) {
   if (!task.graph_input_wanted[i] || !task.graph_input_grads[i].defined()) return {};
   const at::Tensor flat = std::exchange(task.graph_input_grads[i], at::Tensor());
@@ -102,7 +102,7 @@ at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint3
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
   // The graph input may have gaps in memory, but the gradient has none.
   if (g.extent != g.numel) return gradient.contiguous();
-  return detached_alias(gradient);  // the user gets no view of the buffer
+  return detached_alias(gradient);  // the user must not get a view of the buffer
 }
 
 void count_down(uint32_t& left) {
@@ -119,9 +119,10 @@ bool is_shared(const FlushRecord& record, uint32_t graph_input) {
          record.tape.graph_inputs[graph_input].edge.is_valid();
 }
 
-// Passes on the gradients of weights, for all exits that reach the same weights. So each exit has
-// one edge to this node instead of one for each weight. The node is made before the exits, so the
-// engine runs it after all exits of a pass.
+// Passes on the gradients of weights, for all ExitNodes that reach the same weights. An ExitNode
+// then needs only one edge, to the WeightsNode, instead of one edge for each weight. A WeightsNode
+// is created before its ExitNodes, so the engine runs the WeightsNode after all ExitNodes of a
+// pass.
 class WeightsNode final : public torch::autograd::Node {
  public:
   WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
@@ -152,25 +153,26 @@ class WeightsNode final : public torch::autograd::Node {
   std::vector<uint32_t> weights_;
 };
 
-// The node through which gradients leave a level, for the held values that reach the same
-// destinations from there. The first ExitNode of a level to run computes the level, for all held
-// values that a gradient has reached. The engine prefers nodes that were made later. So nodes are
-// made in an order in which every HeldNode runs before the ExitNode. (This can fail if the readers
-// of a held value were recorded on another thread or are on another device. Levels then run again
-// for the gradients that arrive late.) An ExitNode has edges only to the destinations of its own
-// held values, so nodes on which only other instances depend do not run.
+// The node through which gradients leave a level. Held values that reach the same destinations from
+// a level share an ExitNode. The first ExitNode of a level that the engine runs computes the whole
+// level, for all held values that a gradient has reached. Every HeldNode must run before the
+// ExitNode. The nodes are created in an order that leads to this, because the engine prefers nodes
+// that were created later. (The order can fail if the readers of a held value were recorded on
+// another thread or are on another device. Levels then run again for the gradients that arrive
+// late.) An ExitNode has edges only to the destinations of its own held values. So autograd nodes
+// on which only other instances depend do not run.
 class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
       : record_(std::move(record)), level_(level) {
-    add_metadata(*this, held);  // no gradient arrives here: the edge sets the order, and the device
+    add_metadata(*this, held);  // the edge carries no gradient: it sets the order and the device
   }
 
   std::string name() const override { return "AutobatchExit"; }
 
-  // `held_edges`: the edges of the record's held values. `below`: the exit of the same values from
-  // the next lower level. `weights` passes on the gradients of the weights in `reach`; null if
-  // there are none.
+  // `held_edges`: the edges of the record's held values. `below`: the ExitNode of the same held
+  // values at the next lower level. `weights`: the WeightsNode of the weights in `reach`, or null
+  // if `reach` has no weights.
   void connect(Reach reach, const std::vector<Edge>& held_edges, compat::NodePtr below,
                const compat::NodePtr& weights) {
     reach_ = std::move(reach);
@@ -228,9 +230,9 @@ class ExitNode final : public torch::autograd::Node {
     }
   }
 
-  // Puts the gradients of this level's exports into `out` from index `next` on. The gradients are
-  // row-major copies, because the engine may pass them to hooks. One call makes all copies of one
-  // dtype and device.
+  // Writes the gradients of this level's exports to `out`, starting at index `next`. The gradients
+  // are row-major copies, because the engine may pass them to hooks. One call makes all copies that
+  // have the same dtype and device.
   void take_exports(BackwardTask& task, variable_list& out, size_t next) const {
     if (reach_.exports.empty()) return;
     std::vector<at::Tensor> taken;
@@ -256,9 +258,9 @@ class ExitNode final : public torch::autograd::Node {
   bool has_below_ = false;
 };
 
-// Calls a hook of a held value only if some gradient is defined. If only other instances are
-// differentiated, undefined gradients reach the HeldNode; in eager the node would not run at all,
-// so the hook must not run either.
+// Calls a hook of a held value only if some gradient is defined. If a pass computes gradients only
+// for other instances, the HeldNode gets undefined gradients. In eager, the held value's node would
+// not run in such a pass. So the hook must not run either.
 class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
  public:
   explicit ReachedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
@@ -274,15 +276,16 @@ class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
 
 // The grad_fn of a held value, or of several values that are results of one node in eager's
 // autograd. The gradient of everything computed from these values passes through this node, so
-// hooks, retain_grad and autograd.grad with respect to the values work as in eager. The values'
-// gradients join the gradients of the other held values of their level.
+// hooks, retain_grad and autograd.grad with respect to the values work as in eager. Backward runs a
+// level once for the gradients of all its held values.
 class HeldNode final : public torch::autograd::Node {
  public:
   // `op`: the schema's name, such as "aten::tanh".
   HeldNode(std::shared_ptr<FlushRecord> record, const std::string& op)
       : record_(std::move(record)), op_(op.substr(op.rfind(':') + 1)) {}
 
-  // Adds a held value. Returns the edge to this node for readers of the value. `self`: this node.
+  // Adds a held value. Returns the edge to this node for readers of the value. `self`: the pointer
+  // that owns this node.
   Edge add(const HeldValue& held, const compat::NodePtr& self) {
     held_.push_back(held);
     return Edge(self, add_metadata(*this, record_->tape.values[held.value]));
@@ -326,7 +329,8 @@ class HeldNode final : public torch::autograd::Node {
     task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
-  // Used where each op must be visible to autograd (with create_graph) or to a transform.
+  // Runs the ops that `held` depends on again, one by one, and computes gradients through them.
+  // Used if each op must be visible to autograd (create_graph=True) or to a transform.
   void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
     Recompute::Edges edges;
@@ -345,8 +349,9 @@ class HeldNode final : public torch::autograd::Node {
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
 
-// Two values have equal keys exactly if they are results of one node in eager's autograd: the
-// pieces of one split, or the results of one op.
+// A key that represents a value's autograd node in eager. Two values have equal keys if and only if
+// they are results of the same autograd node. Examples are the pieces of one split, and the results
+// of one op.
 using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
 Origin origin_of(const Tape& tape, ValueId id) {
   const Value& value = tape.values[id];
@@ -363,9 +368,10 @@ std::string name_of(const Tape& tape, ValueId id) {
   return tape.nodes[value.node].signature->op->handle.schema().name();
 }
 
-// Removes the edges from the tape's graph inputs, so that only the exits own the autograd nodes
-// that their own values depend on. The record must not own these nodes, to avoid a reference cycle:
-// such a node may have saved a tensor that later comes to depend on another value of the flush.
+// Removes the gradient edges from the tape's graph inputs. Each ExitNode then owns the autograd
+// nodes that its own held values depend on, and the record owns none of these nodes. If the record
+// owned them, there could be a reference cycle: a node may have saved a tensor that later depends
+// on another value of the flush.
 void leave_edges_to_exits(Tape& tape) {
   for (GraphInput& graph_input : tape.graph_inputs) {
     graph_input.gradient_to = graph_input.edge.function.get();
@@ -373,8 +379,8 @@ void leave_edges_to_exits(Tape& tape) {
   }
 }
 
-// Returns, by held value and level, the WeightsNode of the weights reached there. There is one node
-// for each set of weights.
+// Returns, for each held value and level, the WeightsNode of the weights that the gradient reaches.
+// There is one WeightsNode for each set of weights.
 std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {
@@ -399,8 +405,8 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
 
 using Exit = decltype(compat::make_node<ExitNode>(std::shared_ptr<FlushRecord>(), 0u, Value()));
 
-// Returns, by held value and level, the ExitNode. Held values with the same reach from a level
-// downwards share the node.
+// Returns, for each held value and level, the ExitNode. Two held values share an ExitNode if they
+// reach the same destinations at this level and at all lower levels.
 std::vector<std::map<uint32_t, Exit>> make_exits(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {
@@ -448,7 +454,8 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   }
   const at::AutoGradMode grad_mode(true);
   const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
-  // The order in which nodes are made is the reverse of the order in which the engine runs them.
+  // The engine first runs the nodes that were created last. So nodes are created in the reverse of
+  // the order in which they must run.
   const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
   std::vector<std::map<uint32_t, Exit>> exits = make_exits(record, reach);
   using Held = decltype(compat::make_node<HeldNode>(record, std::string()));

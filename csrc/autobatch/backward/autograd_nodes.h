@@ -1,5 +1,6 @@
-// The autograd nodes of a flush: a HeldNode for each held value, an ExitNode for each level that a
-// held value reaches, and a WeightsNode for each set of weights. See docs/design.md, section 7.
+// Creates the autograd nodes of a flush. There is a HeldNode for each held value, an ExitNode for
+// each level that a held value reaches, and a WeightsNode for each set of weights. See
+// docs/design.md, section 7.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -14,17 +15,17 @@ namespace autobatch {
 // write to one of the views becomes part of the base's autograd history.
 struct HiddenRoot {
   ValueId value = kNone;
-  size_t view = 0;  // into FlushRecord::held: the first one of these views, in order of capture
+  size_t view = 0;  // index into FlushRecord::held of the first of these views, in order of capture
 };
 
-// Plans the levels of `record`, whose `held` must list the held values that require grad, and makes
-// the autograd nodes. Returns the gradient edges of the held values, followed by the edges of the
-// hidden roots.
+// Plans the levels of `record` and creates the autograd nodes. FlushRecord::held must already list
+// the held values that require grad. Returns the gradient edges of the held values, followed by the
+// edges of the hidden roots.
 std::vector<torch::autograd::Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
                                                        const std::vector<HiddenRoot>& hidden);
 
-// Counts a backward pass that has reached a flush in the report of this thread's open scope, if
-// there is one (scope/scope.cpp).
+// Adds a backward pass to the count in the report of this thread's open scope, if there is one
+// (scope/scope.cpp). Called when a backward pass reaches a flush.
 void note_backward_call();
 
 }  // namespace autobatch

@@ -38,7 +38,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
     const GraphInput& graph_input = record.tape.graph_inputs[base.index];
     if (!graph_input.counted || graph_input.counter.current_version() == graph_input.version)
       continue;
-    // The node is computed from the kept old content, unless eager saves the tensor itself.
+    // If the old content is kept, the node can be computed from it, unless eager saves the tensor.
     if (graph_input.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
     TORCH_CHECK(false,
                 "one of the variables needed for gradient computation has been modified by an "
@@ -52,7 +52,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
 
 namespace {
 
-// Visits the gradient buffers (Allocation::grad) of the part's results.
+// Calls `visit` for the gradient buffers (Allocation::grad) of the part's results.
 template <class Visit>
 void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Visit& visit) {
   for (uint32_t i = 0;; i = part.other) {
@@ -63,9 +63,9 @@ void for_each_gradient(const FlushRecord& record, const Level::Part& part, const
   }
 }
 
-// Must be called after the part has run, or had nothing to run. Frees gradient buffers that nothing
-// will read any more. (If a level runs again for gradients that arrive late, the level correctly
-// starts from zeros.)
+// Frees gradient buffers that will not be read again. Must be called after the part has run, also
+// if the part had nothing to run. (A level may run again for gradients that arrive late. The level
+// then correctly starts from zeros.)
 void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
   if (task.reopened) return;
   for_each_gradient(record, part, [&](uint32_t grad) {
@@ -73,8 +73,8 @@ void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::
   });
 }
 
-// Frees what the finished batches kept for backward, unless this level may still run again. The
-// level cannot run again if every feeder of this level and of higher levels has run in this pass.
+// Frees the data that finished batches kept for backward, unless this level may run again. If every
+// feeder of this level and of higher levels has run in this pass, the level cannot run again.
 void drop_saved(FlushRecord& record, BackwardTask& task, uint32_t level) {
   const auto& left = task.feeders_left;
   if (std::any_of(left.begin() + level, left.end(), [](uint32_t n) { return n != 0; })) return;
@@ -120,7 +120,7 @@ std::unique_ptr<BackwardTask> make_task(const FlushRecord& record, std::vector<u
 
 namespace {
 
-// Makes the levels up to `level` ready to run again on the gradients that arrive from now on.
+// Resets the levels up to `level`, so that they can run again for the gradients that arrive later.
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
   task.reopened = true;
   task.finished.clear();  // some of these batches may run again
@@ -142,7 +142,7 @@ void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
   }
 }
 
-// Differentiates the members of the part that a gradient has reached.
+// Runs backward for those members of the part that a gradient has reached.
 void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumulator,
               const Level::Part& part, bool keep_graph, std::vector<NodeId>& reached) {
   BatchRecord& batch = record.batches[part.batch];
@@ -181,7 +181,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumula
   if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);
 }
 
-// Adds the gradients that the engine has brought to the level's held values, in one call for each
+// Adds the gradients that the engine has passed to the level's held values. Makes one call for each
 // dtype and device.
 void add_arrived(BackwardTask& task, GradAccumulator& accumulator, uint32_t level) {
   if (task.arrived.empty()) return;
@@ -218,9 +218,9 @@ void run_level(FlushRecord& record, BackwardTask& task, uint32_t level, bool kee
 }  // namespace
 
 void run_levels(FlushRecord& record, BackwardTask& task, uint32_t last, bool keep_graph) {
-  // Rules call kernels of one dtype, even if the user calls backward under autocast.
+  // The user may call backward under autocast. Autocast must not change the dtypes in rules.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
-  // `below`: a higher level has run, and may have sent gradients to this level.
+  // `below`: whether a higher level has run, which may have sent gradients to this level.
   bool any = false, below = false;
   for (auto level = static_cast<uint32_t>(record.levels.size()); level-- > last;) {
     if (task.level_done[level] == 0 && (below || level == last || task.level_waits[level] != 0)) {

@@ -28,8 +28,8 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
-// Whether results k of the members have one geometry and are side by side, in the order in which
-// forward wrote them.
+// Whether results k of the members have the same geometry and are adjacent in memory, in the order
+// in which forward wrote them.
 bool BackwardBatch::lies_evenly(size_t k) const {
   if (!complete() || !uniform_result(k)) return false;
   for (int64_t m = 0; m < size(); ++m) {
@@ -38,8 +38,8 @@ bool BackwardBatch::lies_evenly(size_t k) const {
   return true;
 }
 
-// Returns the members' regions. If they are evenly spaced, `step` elements apart, the first region
-// describes all of them.
+// Returns the members' regions. If the regions are evenly spaced (`step` elements apart), the first
+// region and `step` describe all regions.
 template <class RegionOf>
 RegionRows BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
   if (even) return {region_of(0), size(), step};
@@ -55,7 +55,8 @@ RegionRows BackwardBatch::located_results(size_t k) {
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
-// Whether the gradients of results k are side by side. They may instead be in two buffers.
+// Whether the gradients of results k are adjacent in memory. Returns false if the gradients are in
+// two buffers.
 bool BackwardBatch::has_even_gradients(size_t k) const {
   if (in_subgraph()) return true;
   if (!lies_evenly(k)) return false;
@@ -133,9 +134,10 @@ bool BackwardBatch::needs(size_t slot) {
   return false;
 }
 
-// Returns the gradient buffer if the members' operands fill it from end to end, in the order of
-// `gradient`, and no gradient has been written to it; else null. Marks the producers of the
-// operands as reached.
+// Returns the gradient buffer of the operands, if a whole gradient tensor can become the buffer;
+// else null. For this, the members' operands must fill the buffer in order and without gaps, and no
+// gradient may have been written to the buffer. On success, marks the producers of the operands as
+// reached.
 at::Tensor* BackwardBatch::untouched(size_t slot, int64_t numel, c10::ScalarType dtype) {
   if (in_subgraph()) return untouched_of_all(slot, numel, dtype);
   at::Tensor* buffer = nullptr;
@@ -161,7 +163,7 @@ at::Tensor* BackwardBatch::untouched(size_t slot, int64_t numel, c10::ScalarType
   return buffer;
 }
 
-// Like `untouched`, but in a subgraph, where one value stands for the operands of all members.
+// Like `untouched`, but in a subgraph, where one value represents the operands of all members.
 at::Tensor* BackwardBatch::untouched_of_all(size_t slot, int64_t numel, c10::ScalarType dtype) {
   const Value& value = operand_value(0, slot);
   const int64_t elements = size() * tape_.values[value.base].geometry->extent;
@@ -228,7 +230,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
       put(consecutive_view(to), gradient.reshape({-1}));
       return;
     }
-    // Pieces of one row each (a chunk of a wider result) interleave but do not overlap.
+    // Pieces with one row each, such as chunks of a wider result, interleave but do not overlap.
     const bool interleaved = g.contiguous && layout.step >= g.numel;
     if (layout.regular && !layout.same && (disjoint || interleaved)) {
       at::DimVector sizes{size()};
@@ -278,8 +280,8 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   return run.view(sizes);
 }
 
-// Like `fresh`, but returns a 1-D tensor, for members of any sizes outside of a subgraph. Marks
-// nothing as begun before all members are known to qualify.
+// Like `fresh`, but for members of any sizes outside of a subgraph, and returns a 1-D tensor. First
+// checks that all members qualify, and only then marks their gradients as begun.
 at::Tensor BackwardBatch::fresh_run(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];
@@ -357,7 +359,7 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
   const Value& base = tape_.values[operand_value(0, slot).base];
   const bool cut = flush_.cut(id) != kNone;
   WeightGradTerm product{left, right};
-  if (right.defined() && !cut && is_transposed(tape_, id)) {  // a product of the weight itself
+  if (right.defined() && !cut && is_transposed(tape_, id)) {  // becomes a product of the base
     id = tape_.values[id].base;
     std::swap(product.left, product.right);
   }
@@ -389,8 +391,7 @@ std::vector<int64_t> BackwardBatch::positions() const {
 }
 
 const LocalGraph& BackwardBatch::member_local(int64_t m) {
-  // Members keep the order of the batch, so the search ends after one step if all members take
-  // part.
+  // Members keep the order of the batch. If this view has all members, the search ends immediately.
   const auto first = flush_.order.begin() + record_.first;
   auto at = first + m;
   while (*at != members_[m]) ++at;

@@ -1,5 +1,5 @@
-// Divides levels into the parts that backward runs one at a time, and places the gradients of their
-// results in buffers.
+// Divides levels into parts, which backward runs one after the other. Assigns buffers to the
+// gradients of the parts' results.
 #include "autobatch/backward/levels.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pooled_memory.h"
@@ -14,9 +14,9 @@ namespace {
 // Minimum size of a part (as in chunk_batches.cpp), and maximum number of parts of a batch.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 64;
-// Gradients that arrive more than kLongWait parts before they are read are in a separate buffer. In
-// a common buffer, gradients that arrive later would occupy memory for the whole wait. Parts of
-// fewer than kLeastBuffers bytes have one buffer.
+// Gradients that arrive more than kLongWait parts before they are read get a separate buffer. In a
+// common buffer, the memory of gradients that arrive later would also be occupied during the whole
+// wait. A part with fewer than kLeastBuffers bytes has only one buffer.
 constexpr uint32_t kLongWait = 64;
 constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // bytes
 
@@ -63,7 +63,7 @@ class PartDivider {
     }
   }
 
-  // If a rule has kept something for the batch as a whole, backward needs the whole batch.
+  // If a rule keeps state for the batch as a whole, backward must run the whole batch at once.
   uint32_t count_of_parts(const Level::Part& part) const {
     const BatchRecord& batch = record_.batches[part.batch];
     if (batch.kept != nullptr || !batch.local.empty() || !may_place(part)) return 1;
@@ -71,10 +71,10 @@ class PartDivider {
     return static_cast<uint32_t>(std::clamp<int64_t>(bytes(part) / kLeastPart, 1, most));
   }
 
-  // Whether the part may have gradient buffers of its own. Returns false if the part contains nodes
-  // that are differentiated in halves, because their results belong to parts of two levels. Also
-  // returns false on devices where a call is expensive: the additional calls would cost more than
-  // they save.
+  // Whether the part may have separate gradient buffers. Returns false if the backward of some
+  // nodes is divided into halves (Level::Half), because their results belong to parts of two
+  // levels. Also returns false on devices where a call is expensive, because the additional calls
+  // would cost more time than separate buffers save.
   bool may_place(const Level::Part& part) const {
     const Node& first = node(part, 0);
     if (first.num_values == 0 || !record_.batches[part.batch].needs_grad) return false;
@@ -84,7 +84,8 @@ class PartDivider {
     return !wants_few_launches(record_.tape.values[first.first_value].device);
   }
 
-  // Approximate size of the part's results, as if all members were like the first.
+  // Returns the approximate size of the part's results, as if all members had the first one's
+  // sizes.
   int64_t bytes(const Level::Part& part) const {
     const Node& first = node(part, 0);
     int64_t sum = 0;
@@ -95,9 +96,9 @@ class PartDivider {
     return sum * part.count;
   }
 
-  // Visits nodes in the order of capture, in which nodes and their operands are close together in
-  // memory. (A node that is differentiated in halves has two positions. Either one is accurate
-  // enough.)
+  // Visits nodes in order of capture, because nodes and their operands are then close together in
+  // memory. (If the backward of a node is divided into halves, the node has two positions. Either
+  // one is accurate enough.)
   void find_last_readers() {
     const Tape& tape = record_.tape;
     position_of_ = pooled_array<uint32_t>(tape.nodes.size());
@@ -166,7 +167,7 @@ class PartDivider {
 
   FlushRecord& record_;
   std::vector<uint32_t> parts_of_;  // by batch
-  // By node: the position of its part, and the last position of a part that reads one of its
+  // By node: the position of its part, and the position of the last part that reads one of its
   // results.
   PooledArray<uint32_t> position_of_, last_reader_;
   uint32_t position_ = 0;  // of the current part among the parts of all levels

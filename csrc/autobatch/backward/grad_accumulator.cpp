@@ -24,7 +24,7 @@ Region GradAccumulator::target_behind(ValueId id) {
 Region GradAccumulator::target_if_wanted(ValueId id) {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return {nullptr, 0, value.geometry};
-  // The common case. Nodes of the lowest level read nothing that is computed from a held value.
+  // The common case. Nodes of the lowest level do not read values that depend on a held value.
   const bool straight = level_ == 0 || record_.is_held.empty();
   if (straight && !value.is_graph_input() && enclosing_ == nullptr) {
     mark_reached(value);
@@ -104,8 +104,8 @@ bool GradAccumulator::is_fresh(ValueId id) const {
          value.geometry->numel == base.geometry->extent && value.geometry->numel != 0;
 }
 
-// Returns the gradient region of a computed result. On a CPU the buffer is not filled with zeros
-// beforehand, because most results receive their whole gradient at once.
+// Returns the gradient region of a computed result. On a CPU, the buffer is not filled with zeros,
+// because the first gradient of most results covers the whole result.
 Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   const Value& value = record_.tape.values[id];
   const Value& base = record_.tape.values[value.base];
@@ -114,7 +114,7 @@ Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   Region region{&grad, place.grad_offset + value.offset, value.geometry};
   const bool is_whole =
       value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
-  // One call fills the buffer with zeros; the first gradient may overwrite them.
+  // One call fills the buffer with zeros. The first gradient may overwrite the zeros.
   if (wants_few_launches(value.device)) {
     buffer(value.base);
     region.fresh = std::exchange(task_.begun[value.base], 1) == 0 && may_be_fresh && is_whole;
@@ -181,7 +181,7 @@ Region GradAccumulator::fresh(ValueId id) {
   if ((unwritten & bit) == 0) return {};
   unwritten &= ~bit;
   if (!record_.tape.values[value.base].is_graph_input()) mark_reached(value);
-  return {&grad, value.offset, value.geometry};  // each base has a buffer of its own
+  return {&grad, value.offset, value.geometry};  // each base has a separate buffer
 }
 
 at::Tensor* GradAccumulator::untouched_graph_input(ValueId id) {
@@ -215,8 +215,8 @@ void GradAccumulator::fill_rest(ValueId base) {
   }
 }
 
-// Must be called before a gradient is added to `id`. A tile that was written already needs no
-// zeros.
+// Fills unwritten tiles with zeros. Must be called before a gradient is added to `id`. If `id` is a
+// tile that was already written to, no zeros are needed.
 void GradAccumulator::fill_before_adding(ValueId id) {
   const ValueId base = record_.tape.values[id].base;
   const uint8_t tile = task_.partition->number[id];

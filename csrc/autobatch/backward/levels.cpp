@@ -12,8 +12,9 @@
 namespace autobatch {
 namespace {
 
-// Marks the nodes for which eager computes one result from another (Rule::result_dependency), if
-// the user holds that other result. Returns whether there are any.
+// Marks the divided nodes. A node is divided if eager computes one of its results from another one
+// (Rule::result_dependency), and the user holds that other result. Returns whether a node was
+// marked.
 bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   std::vector<uint8_t> divided;
   for (const BatchRecord& batch : record.batches) {
@@ -30,8 +31,9 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
-// Marks values with overlapping elements (of `expand`) that are read or held through a view, if it
-// is unknown which of the elements the view shows (Tape::knows_elements).
+// Marks values with overlapping elements (results of `expand`) that are read or held through
+// certain views. These are views for which it is unknown which of the elements they show
+// (Tape::knows_elements).
 std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   const Tape& tape = record.tape;
   std::vector<uint8_t> blurred(tape.values.size(), 0);
@@ -49,7 +51,7 @@ std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   return blurred;
 }
 
-// By value: whether it is marked in `held` or is a view of a marked value.
+// Returns, for each value, whether it is marked in `held` or is a view of a marked value.
 std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& all,
                                 const std::vector<uint8_t>& held) {
   std::vector<uint8_t> through = held;
@@ -67,8 +69,8 @@ std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& 
   return through;
 }
 
-// Returns the first result, in order of capture, of a node that is run and has an operand for which
-// `reads` returns true; kNone if there is none.
+// Visits the nodes that run and that have an operand for which `reads` is true. Returns the first
+// result of these nodes, in order of capture, or kNone if there are no such nodes.
 template <class Reads>
 ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   const Tape& tape = record.tape;
@@ -84,9 +86,9 @@ ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   return kNone;
 }
 
-// Marks the held values and the divided nodes. Returns nullopt if no held value is read again,
-// neither by a node nor as a held view, and no node is divided. Else returns the first result that
-// may be computed from a held value, or kNone.
+// Marks the held values and the divided nodes. If no node is divided, and if no node and no held
+// view reads a held value, returns nullopt. Otherwise returns the first result that may be computed
+// from a held value, or kNone.
 std::optional<ValueId> mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
   std::vector<uint8_t> blurred;
@@ -108,8 +110,8 @@ std::optional<ValueId> mark_held(FlushRecord& record) {
   return first;
 }
 
-// Returns the result of a divided node that is computed from the held result; kNone for other
-// nodes. chain_source returns the held result.
+// For a divided node, returns the result that is computed from the held result. Returns kNone for
+// other nodes. The function chain_source returns the held result.
 ValueId chained_result(const FlushRecord& record, NodeId id) {
   const Node& node = record.tape.nodes[id];
   return record.divided(id) ? node.first_value + node.signature->rule->result_dependency().result
@@ -122,8 +124,8 @@ ValueId chain_source(const FlushRecord& record, NodeId id) {
                             : kNone;
 }
 
-// Returns the level of readers of this value. It is the level of the value's base, plus the number
-// of held values on the chain of views from the base to the value, both included.
+// Returns the level of nodes that read this value. This level is the level of the value's base plus
+// the number of held values on the chain of views from the base to the value, both included.
 uint32_t level_above(const FlushRecord& record, ValueId id) {
   uint32_t held = record.is_held[id];
   while (record.tape.values[id].parent != kNone) {
@@ -133,13 +135,13 @@ uint32_t level_above(const FlushRecord& record, ValueId id) {
   return record.value_level[id] + held;
 }
 
-// Assigns the level of each result and of each held value: the number of held values on the longest
-// path to it.
+// Assigns a level to each result and to each held value. The level is the number of held values on
+// the longest path to the result or held value.
 void assign_levels(FlushRecord& record, ValueId first) {
   const Tape& tape = record.tape;
   std::vector<uint32_t>& level = record.value_level;
   level.assign(tape.values.size(), 0);
-  // Values are numbered in capture order: operands come first.
+  // Values are numbered in order of capture, so operands are visited before results.
   for (ValueId id = first; id < tape.values.size(); ++id) {
     const Value& value = tape.values[id];
     if (value.parent != kNone || value.is_graph_input()) continue;
@@ -167,8 +169,8 @@ bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
   return node_level(record, node) == 0 && !record.divided(node);
 }
 
-// Adds an export if the gradient of `id` goes through a held value: `level` then sends gradients to
-// that held value.
+// If the gradient of `id` goes through a held value, `level` sends gradients to that held value. In
+// this case, adds an export.
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
   if (cut == kNone) return;
@@ -216,7 +218,7 @@ Level& level_of(FlushRecord& record, uint32_t level) {
 }
 
 // Divides the members of a batch among the levels. Members that share a weight are in different
-// parts if the weight's gradients go to different places.
+// parts if their gradients of the weight go to different destinations.
 void plan_batch(FlushRecord& record, uint32_t b) {
   using Half = Level::Half;
   const BatchRecord& batch = record.batches[b];
@@ -251,9 +253,9 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   }
 }
 
-// Stores, for each result of the lowest level's nodes, the graph inputs that require grad and that
-// the result depends on. (These nodes read nothing that is computed from held values.) Used only if
-// fewer than 256 graph inputs require grad.
+// Stores, for each result of the lowest level, the graph inputs that the result depends on and that
+// require grad. (Nodes of the lowest level do not read values that depend on held values.) Used
+// only if fewer than 256 graph inputs require grad.
 class ReachSets {
   static constexpr size_t kMostWords = 4;
 
@@ -307,8 +309,8 @@ class ReachSets {
     }
   }
 
-  // Adds to the set of the result `to` the graph inputs that it depends on through the operands for
-  // which `reads` returns true.
+  // Adds graph inputs to the set of the result `to`. These are the graph inputs that `to` depends
+  // on through the operands for which `reads` returns true.
   template <class Reads>
   void collect(const Node& node, ValueId to, const Reads& reads) {
     const auto operands = tape_.operands_of(node);
@@ -344,7 +346,7 @@ class ReachSets {
   std::vector<uint64_t> sets_;         // by value
 };
 
-// Collects by level the destinations of a held value's gradient.
+// Finds the destinations of a held value's gradient at each level.
 class ReachFinder {
  public:
   explicit ReachFinder(const FlushRecord& record)
@@ -353,8 +355,7 @@ class ReachFinder {
         graph_input_seen_(record.tape.graph_inputs.size(), 0),
         export_seen_(record.exports.size(), 0) {}
 
-  // Returns the reach by level; levels without destinations are left out, except the level of
-  // `held`.
+  // Returns the reach at the level of `held` and at each other level that has destinations.
   std::map<uint32_t, Reach> find(const HeldValue& held) {
     ++round_;
     below_ = {};
@@ -412,7 +413,7 @@ class ReachFinder {
   }
 
   // Follows the gradient of the value `id`, which a node of `level` reads. A graph input or a held
-  // value that is read at several levels gets an edge from each level.
+  // value that is read at several levels gets an edge from each of these levels.
   void read(ValueId id, uint32_t level, std::map<uint32_t, Reach>& reach) {
     const ValueId cut = record_.cut(id);
     const Value& base = record_.tape.values[record_.tape.values[id].base];
@@ -421,8 +422,8 @@ class ReachFinder {
     } else if (!base.is_graph_input()) {
       visit_producer(record_.tape.values[id].base, reach);
     } else {
-      // The walk visits levels in no fixed order, so a graph input is marked with the level as
-      // well. Marks of another level may have replaced this level's mark.
+      // The walk visits levels in no fixed order, so the mark of a graph input contains the level.
+      // The mark of another level may have replaced the mark of this level.
       const uint64_t mark = round_ << 16 | level;
       if (std::exchange(graph_input_seen_[base.index], mark) != mark) {
         std::vector<uint32_t>& graph_inputs = reach[level].graph_inputs;
@@ -448,10 +449,10 @@ void plan_levels(FlushRecord& record) {
   const std::optional<ValueId> first = mark_held(record);
   if (!first) return plan_single_level(record);
   assign_levels(record, *first);
-  // Plans batch by batch, so that each level keeps the schedule's order.
+  // Plans the batches in the order of the schedule, so that each level has this order.
   for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
-    level_of(record, h.level);  // a held view may be above all nodes
+    level_of(record, h.level);  // a held view may have a higher level than all nodes
     note_export(record, h.level, record.tape.values[h.value].parent);
   }
 }

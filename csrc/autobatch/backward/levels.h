@@ -1,5 +1,6 @@
-// Divides the backward over a flush into levels where the user holds values that are read again
-// (docs/design.md, section 7). Finds the destinations of each held value's gradient at each level.
+// Divides backward over a flush into levels. A level ends where a value that the user holds is read
+// again (docs/design.md, section 7). Finds the destinations of each held value's gradient at each
+// level.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -16,15 +17,17 @@ struct Reach {
   std::vector<uint32_t> exports;  // into FlushRecord::exports
 };
 
-// Fills in the levels and exports of `record`, and the level of each held value.
+// Computes the levels and exports of `record`, and the level of each held value.
 void plan_levels(FlushRecord& record);
 
-// Divides large parts of levels to reduce the peak memory of backward. Also assigns parts gradient
-// buffers of their own, which are freed when the part has run. Must be called after plan_levels.
+// Divides large parts of levels to reduce the peak memory of backward. Also assigns separate
+// gradient buffers to parts. The buffers of a part are freed when the part has run. Must be called
+// after plan_levels.
 void divide_parts(FlushRecord& record);
 
-// Returns, by held value, its reach by level. There is an entry for the held value's own level and
-// for every other level at which the gradient has a destination. Must be called after plan_levels.
+// Returns, for each held value, its reach at each level. A held value has an entry for its own
+// level and for every other level at which its gradient has a destination. Must be called after
+// plan_levels.
 std::vector<std::map<uint32_t, Reach>> find_reach(const FlushRecord& record);
 
 }  // namespace autobatch

@@ -66,7 +66,7 @@ void ReadRecords::index_new() {
 }
 
 void ReadRecords::before_write(Graph& graph, const at::Tensor& to) {
-  // No graph input reads storage that is not shared.
+  // If the storage has a single owner, no graph input reads it.
   if (!to.has_storage() || to.storage().use_count() == 1) return;
   const c10::StorageImpl* storage = to.storage().unsafeGetStorageImpl();
   graph.for_each_graph_input([&](GraphInput& graph_input) {
@@ -160,8 +160,8 @@ void AsReadGuard::replace_computed(const std::vector<UnseenWrite>& unseen, const
   }
 }
 
-// A value that several nodes save is exchanged several times. The entries are undone in reverse
-// order, so the first one restores the value.
+// A value that several nodes save is exchanged several times. The exchanges are undone in reverse
+// order, so the last step restores the original content.
 void AsReadGuard::exchange(const UnseenWrite& write) {
   const at::Tensor row = memory_of(record_, write.base);
   const PlainStateGuard plain;

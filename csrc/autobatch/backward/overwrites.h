@@ -1,19 +1,18 @@
 // Handling of memory that is written to after a captured op has read it.
 //
-// Eager's backward reads the tensors that its formulas saved when the op ran. Backward here may
-// compute an op again (recompute.h, rule.h), and must then read the operands with the content that
-// the op read. So the content of a graph input is kept (GraphInput::as_read) where it may be
-// overwritten:
-//   - before an op that runs in the scope writes to memory which a flush has read;
-//   - when a tensor is captured whose memory is also reached through a tensor with a version
-//     counter of its own (`x.data`, `set_`), because no version counter shows all writes to such
-//     memory;
-//   - when the scope pauses.
+// Eager's backward reads the tensors that its formulas saved when the op ran. Backward in this
+// library may compute an op again (recompute.h, rule.h). The operands must then have the content
+// that the op read at first. So the content of a graph input is kept (GraphInput::as_read) in these
+// cases:
+//   - An op that runs in the scope will write to memory that a flush has read.
+//   - A tensor is captured, and another tensor with the same memory has a different version counter
+//     (`x.data`, `set_`). No version counter shows all writes to such memory.
+//   - The scope pauses.
 //
-// Eager's formulas read the operands and results that they saved from memory as it is when backward
-// runs. Backward in this library does the same. A tensor that the user holds has memory of its own,
-// separate from the record's slabs. If the user has written to the tensor and no version counter
-// shows the write (UnseenWrite), the formulas that saved the tensor read the user's memory.
+// When backward runs, eager's formulas read the present content of the operands and results that
+// they saved. Backward in this library does the same. The memory of a tensor that the user holds is
+// separate from the record's slabs. The user may write to such a tensor without a change of its
+// version counter (UnseenWrite). Formulas that saved the tensor then read the user's memory.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -34,8 +33,8 @@ class ReadRecords {
   // Must be called before an op writes to the storage of `to`. Keeps the present content of all
   // graph inputs in that storage, both of the records and of `graph`.
   void before_write(Graph& graph, const at::Tensor& to);
-  // Keeps the present content of all graph inputs of the records except weights, because writes
-  // during a pause are not observed (payoff.h).
+  // Writes during a pause are not observed (payoff.h). So this function keeps the present content
+  // of all graph inputs of the records, except weights.
   void before_pause();
 
  private:
@@ -46,8 +45,8 @@ class ReadRecords {
   void index_new();
   void sweep();
 
-  // Records that are not indexed yet. The index is built at the first write, and most scopes have
-  // none.
+  // Records that are not in the index yet. The index is built only at the first write, because most
+  // scopes have no writes.
   std::vector<std::weak_ptr<FlushRecord>> new_;
   std::unordered_map<const c10::StorageImpl*, std::vector<Reader>> readers_;
   size_t indexed_ = 0;
@@ -59,9 +58,9 @@ std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
 // Returns the entry of the value `base`; null if there is none. `unseen` must be sorted by base.
 const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
 
-// During its lifetime the record holds the content that eager's formulas of `nodes` would read. An
-// overwritten graph input holds its old content, unless a formula saved the tensor. A computed
-// value holds the content that the user wrote to its tensor, if a formula saved it.
+// While a guard exists, the record contains the data that eager's formulas of `nodes` would read.
+// An overwritten graph input has its old content, unless a formula saved the tensor. A computed
+// value that a formula saved has the content that the user wrote to the value's tensor.
 class AsReadGuard {
  public:
   AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);

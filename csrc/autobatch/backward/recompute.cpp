@@ -38,8 +38,8 @@ constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerBackMode});
 
-// Returns a new tensor object with the same history as `tensor`. Grad mode is on for this, because
-// the first reader of the alias may be an op captured without gradients.
+// Returns a new tensor object with the same history as `tensor`. The alias is created in grad mode,
+// because its first reader may be an op that was captured without gradients.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const at::AutoGradMode grad_mode(true);
   return tensor.view_as(tensor);
@@ -89,8 +89,8 @@ void Recompute::differentiate(ValueId held, const at::Tensor& gradient, const Ed
   }
 }
 
-// If a value that was read as a constant now gets a gradient, drops all tensors, so that they are
-// computed again.
+// If a value that was read as a constant now gets a gradient, drops all recomputed tensors. They
+// are then computed again.
 void Recompute::forget_constants() {
   const auto among = [](const auto& ids, const auto& edges) {
     return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });
@@ -162,7 +162,8 @@ at::Tensor Recompute::held(ValueId id) {
   return alias = alias_of(copy);
 }
 
-// Returns zeros for a value with overlapping elements; each element has memory of its own.
+// Returns zeros for a value with overlapping elements. The elements of the returned tensor do not
+// overlap.
 at::Tensor Recompute::blank_apart(ValueId id) {
   const ElementMap map = record_.element_map(id, id);
   const Value& value = record_.tape.values[id];
@@ -182,8 +183,8 @@ at::Tensor Recompute::result(ValueId id) {
   return results_.at(id);
 }
 
-// Here and below a tensor is written to through an alias, so that its version counter does not
-// change. The counter did not change when the user wrote to the tensor either.
+// This function and the next ones write to tensors through an alias, so that version counters do
+// not change. The user's own write did not change the version counter either.
 void Recompute::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;
@@ -248,8 +249,8 @@ void Recompute::check_recomputed(NodeId id, const std::vector<at::Tensor>& resul
   }
 }
 
-// Computes operands first, with an explicit stack: recursion could overflow the thread's stack,
-// because graphs are deep.
+// Computes the operands of a node before the node. Graphs are deep, and recursion could overflow
+// the thread's stack. So this function uses an explicit stack.
 void Recompute::run(NodeId last) {
   const Tape& tape = record_.tape;
   std::vector<NodeId> stack{last};

@@ -1,7 +1,7 @@
 // Backward with create_graph=True, or in a transform (vmap over autograd.grad). The nodes that a
-// held value depends on run again, eagerly and one by one, under autograd, and the resulting graph
-// is differentiated. This is slow compared with the batched backward, but its result can be
-// differentiated again any number of times.
+// held value depends on run again, eagerly and one by one, under autograd, and gradients are
+// computed through the resulting graph. This backward is slower than the batched one, but it
+// supports derivatives of any order.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -24,9 +24,9 @@ class Recompute {
   Recompute(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
       : record_(record), unseen_(unseen) {}
 
-  // Adds the gradients that flow from `gradient`, the gradient of the value `held`, to the graph
-  // inputs and to the next held values on the way. The gradients have an autograd graph if grad
-  // mode is on.
+  // Computes gradients of the graph inputs and of the next held values on the way, from `gradient`,
+  // the gradient of the value `held`. Adds them to the collected gradients. The gradients have an
+  // autograd graph if grad mode is on.
   void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
 
   // Returns the gradient collected so far for a graph input or a held value, and removes it.
@@ -51,8 +51,8 @@ class Recompute {
   at::Tensor blank_apart(ValueId id);
   // Returns the value that forward computed; zeros of the same geometry if it was freed.
   at::Tensor computed(ValueId id) const;
-  // A node's operands, and the contents that its saved operands get after the node has run, so that
-  // eager's formulas read what eager would have saved.
+  // The operands of a node. Saved operands may get other content after the node has run, so that
+  // eager's formulas read the content that eager would have saved.
   struct Operands {
     // Replaces the last operand by a copy with the content `as_read`.
     void restore_last(const at::Tensor& as_read);

@@ -141,8 +141,8 @@ ValueId find_saved_and_gone(const Tape& tape, const Node& node,
   for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone) continue;
-    // Eager saves a copy of the operand that an in-place op writes to (slot 0). The op overwrites
-    // any other operand in the same memory.
+    // Eager saves a copy of the operand that an in-place op writes to (slot 0). If another operand
+    // has the same memory, the op overwrites that operand.
     const bool gone = node.in_place
                           ? s > 0 && (is_gone(operand) || is_written_by(tape, operand, node))
                           : is_gone(operand);
@@ -206,7 +206,7 @@ Written::Written(const FlushRecord& record) : record_(record) {
 }
 
 bool Written::is_gone(ValueId id, NodeId reader) const {
-  // A write through another alias does not move the version counter of `x.data`.
+  // A write through another alias does not change the version counter of `x.data`.
   if (record_.tape.values[id].kind == ViewKind::kData) return false;
   const ValueId base = record_.tape.values[id].base;
   if (std::binary_search(bases_.begin(), bases_.end(), base)) return true;
@@ -214,8 +214,8 @@ bool Written::is_gone(ValueId id, NodeId reader) const {
   return written != record_.tape.written_at.end() && reader < written->second;
 }
 
-// Only graph inputs can be overwritten: a captured write makes a new value, and held tensors have
-// memory of their own.
+// Only graph inputs can be overwritten. A captured write creates a new value, and a held tensor
+// does not share memory with the record.
 bool Written::is_overwritten(ValueId id) const {
   const ValueId base = record_.tape.values[id].base;
   return record_.tape.values[base].is_graph_input() &&
@@ -234,9 +234,9 @@ void Written::check_unwritten(NodeId id) const {
   for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone || !is_overwritten(operand)) continue;
-    // Eager's formula does not read operands that it has not saved, so their content does not
-    // matter. But if results are saved, or the op is composite, saved tensors may depend on any
-    // operand.
+    // Eager's formula reads only operands that it has saved. The content of other operands does not
+    // matter, with one exception. If results are saved or the op is composite, saved tensors may
+    // depend on any operand.
     const uint64_t saved = eager_saves(tape, node);
     if (is_kept(operand) && !saves_operand(tape, node, s)) continue;
     const bool may_matter = s >= 32 || (saved >> s & 1) != 0 || (saved >> 32) != 0;

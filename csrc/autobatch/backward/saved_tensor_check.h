@@ -1,7 +1,7 @@
-// Finds out by experiment which tensors eager's autograd saves for an op: the op runs eagerly on
-// zeros. The experiment is needed because this library keeps other tensors than eager saves. To
-// find out whether eager raises its error about a saved tensor that was written to, the tensor's
-// version counter is increased before the result is differentiated.
+// Finds the tensors that eager's autograd saves for an op. These are not the tensors that this
+// library keeps. So the op runs in a trial, eagerly and on zeros. The trial increases the version
+// counter of a tensor and then runs backward. If eager has saved the tensor, backward raises an
+// error.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -17,12 +17,12 @@ class Written {
   explicit Written(const FlushRecord& record);
 
   bool none() const { return bases_.empty() && record_.tape.written_at.empty(); }
-  // Raises eager's error if eager would have saved, for this node's backward, a value that has been
-  // overwritten.
+  // Raises eager's error if a value has been overwritten that eager would have saved for this
+  // node's backward.
   void check(NodeId node) const;
   // Raises eager's error if computing this node again would read an overwritten operand.
-  // Exceptions: operands that eager's formula does not need, and operands whose old content is
-  // kept, unless eager saves the operand itself.
+  // Does not check operands that eager's formula does not need. If eager does not save an operand
+  // itself, the operand may be overwritten as long as its old content is kept.
   void check_unwritten(NodeId node) const;
   // Raises eager's error if this operand was overwritten and its old content is not kept.
   void check_unwritten(NodeId node, size_t slot) const;
@@ -38,8 +38,8 @@ class Written {
   std::vector<ValueId> bases_;  // sorted
 };
 
-// Returns a value that eager saves for this node's backward and for which `is_gone` returns true
-// (its content has been overwritten); kNone if there is none.
+// Returns a value that eager saves for this node's backward and for which `is_gone` returns true,
+// because its content has been overwritten. Returns kNone if there is no such value.
 ValueId find_saved_and_gone(const Tape& tape, const Node& node,
                             const std::function<bool(ValueId)>& is_gone);
 

@@ -30,14 +30,14 @@ at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes) {
   return tensor.sizes() == sizes ? tensor : at::reshape(tensor, sizes);
 }
 
-// A box in memory that is treated as an array of sizes `extents`. In dimension d, the box consists
-// of `sizes[d]` elements from `starts[d]` on.
+// A box in memory that is treated as an array with the sizes `extents`. In dimension d, the box has
+// `sizes[d]` elements, starting at `starts[d]`.
 struct Box {
   Ints extents, starts, sizes;
 
   bool is_all() const { return extents == sizes; }
-  // The numbers of zeros before and after the box, from the last dimension on (as constant_pad_nd
-  // takes them).
+  // Returns the numbers of zeros before and after the box. The last dimension comes first, as in
+  // the argument of constant_pad_nd.
   Ints padding() const {
     Ints padding;
     for (size_t d = extents.size(); d-- > 0;) {
@@ -70,8 +70,8 @@ std::optional<Box> box_of(const Ints& sizes, const Ints& strides, int64_t offset
   return box;
 }
 
-// Returns a tensor of the sizes of the dense geometry `g` from the elements of `tensor`, which are
-// in memory order.
+// Returns a tensor with the sizes of the dense geometry `g`. `tensor` contains the elements in
+// memory order.
 at::Tensor from_memory_order(const at::Tensor& tensor, const Geometry& g) {
   const Ints order = memory_order(g);
   if (is_identity(order)) return in_shape(tensor, g.sizes);

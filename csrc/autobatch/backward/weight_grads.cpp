@@ -1,5 +1,5 @@
-// Computes the gradients of weights from the products that a backward pass has collected, in as few
-// GEMMs as is worthwhile.
+// Computes the gradients of weights from the products that a backward pass has collected. Joins
+// products if one larger GEMM is faster.
 #include "autobatch/backward/backward.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/debug/trace.h"
@@ -15,14 +15,15 @@
 namespace autobatch {
 namespace {
 
-// A product is copied together with other products of its weight if a copy of its rows costs less
-// than another pass over the weight's gradient. This is rarely the case for the gradient of a
-// vector, which is a sum of rows.
+// A product of fewer than kFewRows rows is copied together with other products of the same weight.
+// So is a product of fewer than kJoinRows rows, if the copy costs less than another pass over the
+// weight's gradient. For the gradient of a vector, which is a sum of rows, a copy is rarely
+// worthwhile.
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
-// With kManyRows rows the cost of one more pass over the weight's gradient is negligible. With a
-// quarter of these rows the cost is small, and products with factors of kLargeFactors bytes do not
-// wait for more rows.
+// With kManyRows rows, the cost of one more pass over the weight's gradient is negligible. With a
+// quarter of kManyRows, the cost is still small. Products with factors of kLargeFactors bytes then
+// run without waiting for more rows.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
 
@@ -60,10 +61,10 @@ at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
   return a.as_strided({a.size(0) + b.size(0), a.size(1)}, {a.stride(0), 1}, a.storage_offset());
 }
 
-// Joins products whose rows are side by side in memory, and copies products of few rows together.
+// Joins products whose rows are adjacent in memory. Copies products of few rows into one buffer.
 std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
-  // Buffers are numbered in the order in which they occur. In the order of their addresses, sums
-  // would round differently in each run.
+  // Buffers are numbered in the order in which they occur. If buffers were ordered by address, each
+  // run could have different rounding errors.
   std::unordered_map<const void*, size_t> buffers;
   const auto key = [&](const WeightGradTerm& p) {
     const void* buffer = p.left.storage().unsafeGetStorageImpl();

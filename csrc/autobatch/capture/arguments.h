@@ -31,7 +31,7 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
 // Returns why the arguments are not plain (Scan::plain), for the report.
 const char* why_not_plain(at::ArrayRef<c10::IValue> arguments);
 
-// Whether calls of this op are captured only if a tensor argument is a reason to do so
+// Whether a call of this op is captured only if one of its tensor arguments is a reason for capture
 // (may_be_captured).
 inline bool is_captured_for_tensors(const OpInfo& info) {
   const bool deferred = info.action == Action::kDefer || info.action == Action::kView ||
@@ -41,8 +41,8 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
 }
 
 // Whether a tensor argument is a reason to capture a call: the tensor is pending, or autograd would
-// record the call. Calls without such an argument run as they are if is_captured_for_tensors()
-// holds for the op. Most ops on a program's data (masks, distances, positions) take this fast path.
+// record the call. If is_captured_for_tensors() holds for an op, its calls without such an argument
+// run at once. Most ops on a program's data (masks, distances, positions) take this fast path.
 inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
   return tensor.defined() &&
          (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.grad_mode()));
@@ -84,9 +84,9 @@ bool may_be_captured(const CaptureState&, const T&) {
   return false;
 }
 
-// Whether a call for which may_be_captured() is false may run as it is now. The conditions are: ops
-// on ordinary data are not captured (set_captures_data), no cell or formula is being traced, and no
-// buffer waits for a captured write (running_statistics.h).
+// Whether a call for which may_be_captured() is false may run at once. The call may run at once if
+// ops on ordinary data are not captured (set_captures_data) and no cell or formula is being traced.
+// In addition, no buffer may wait for a captured write (running_statistics.h).
 inline bool may_pass(const CaptureState& state) {
   return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());

@@ -15,7 +15,8 @@
 namespace autobatch {
 namespace {
 
-// When there are this many CachedCalls, all are dropped. They are created again when needed.
+// Maximum number of CachedCalls. At this number all CachedCalls are dropped, and later calls add
+// new ones.
 constexpr size_t kMostCachedCalls = 1 << 16;
 
 // Marks the words of tensors and of numbers.
@@ -126,8 +127,8 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
 }
 
 // Returns the value that a call reads from a pending tensor. Returns kNone if the key cannot
-// describe the value. A view refers to the memory, not to the value last written there, so views of
-// written memory have no key.
+// describe the value. A view op refers to the memory and not to the value that was last written to
+// the memory. Therefore a view op on written memory has no key.
 ValueId CallKey::read_value(ValueId id) {
   return is_view_ && graph_.is_written(id) ? kNone : graph_.settled(id);
 }
@@ -152,9 +153,9 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   words_.push_back(static_cast<uint64_t>(value.offset));
 }
 
-// Adds the value that the graph would add for the tensor. A weight gets the identity that the graph
-// would give it. The first calls of a block are usually the same as in the previous block, so the
-// key is usually found again.
+// Adds the words of the value that the graph would add for the tensor. A weight gets the identity
+// that the weight would get in the graph. The first calls of a block are usually the same as in the
+// previous block, so in most cases the key is found again.
 void CallKey::put_new(const at::Tensor& tensor) {
   Value value;
   valid_ = graph_.describe_graph_input(tensor, value);
@@ -162,7 +163,7 @@ void CallKey::put_new(const at::Tensor& tensor) {
   operand.is_weight = (weights_ & 1) != 0 && value.requires_grad;
   operand.asks = value.requires_grad;
   any_graph_input_ = true;
-  // The tensor may be treated as the same value as a weight that is already in the graph
+  // The graph may use one value for this tensor and for a weight that is already in the graph
   // (Graph::weight_value_of).
   if (operand.is_weight && tensor.is_view() && !c10::GradMode::is_enabled()) valid_ = false;
   put_value(value, kGraphInput);
@@ -185,7 +186,7 @@ uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
   return static_cast<uint32_t>(std::find(met.begin(), met.end(), tensor) - met.begin());
 }
 
-// Adds a Python number that arrives as a tensor.
+// Adds the words of a Python number that is passed as a tensor.
 void CallKey::put_number(const c10::TensorImpl& number) {
   const c10::ScalarType type = c10::typeMetaToScalarType(number.dtype());
   valid_ = valid_ && has_host_memory(number.device()) && as_pending(&number) == nullptr &&

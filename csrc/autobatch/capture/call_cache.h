@@ -1,7 +1,7 @@
-// A cache of captured calls. How a call is captured follows from its op, the dispatch context, the
-// metadata of its tensors (and the identity of weights), and its other arguments. A CallKey encodes
-// all of these as a sequence of words. If a key is in the cache, the cached call gives the node or
-// the views, and no rule runs again.
+// A cache of captured calls. The result of capturing a call depends on the op, the dispatch
+// context, the metadata of the tensors (and the identity of weights), and the other arguments. A
+// CallKey encodes all of these as a sequence of words. If a key is in the cache, the cached call
+// gives the node or the views, and no rule runs again.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -20,9 +20,10 @@ namespace autobatch {
 
 struct CachedCall;
 
-// The words of a CallKey under construction. A call is usually followed by the same call as last
-// time. The expected next call is the guess. As long as the words equal the words of the guess,
-// they are only compared: no word is stored, and no look-up is needed.
+// The words of a CallKey under construction. After a given call, a program usually makes the same
+// next call as last time. The expected next call is named the guess. While the words equal the
+// words of the guess, the words are only compared. No word is stored then, and no look-up is
+// needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);
@@ -36,7 +37,7 @@ class CallWords {
     }
     words_.push_back(word);
   }
-  // Returns the guess if the words are exactly its words, else null.
+  // Returns the guess if the words equal all words of the guess, else null.
   const CachedCall* guess() const { return num_ == num_guessed_ ? guess_ : nullptr; }
   const Key& written() const;
   Key& written();
@@ -58,7 +59,7 @@ class CallKey {
   // `guess`: a call that is likely to have the same key.
   CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
           const CachedCall* guess = nullptr);
-  // The key of a call of something other than an op (a cell), which `what` identifies.
+  // A key for a call of something other than an op (a cell). `what` identifies the called object.
   CallKey(uint64_t what, Graph& graph, const CallContext& context);
 
   template <class T>
@@ -71,8 +72,8 @@ class CallKey {
   void add_number(c10::ScalarType type, uint64_t bits);
 
   // Whether the key describes the call completely. The result is false, for example, if an argument
-  // is not a plain dense tensor, is pending in another graph, or uses memory that may be written to
-  // without an op (foreign_memory.h).
+  // is not a plain dense tensor or is pending in another graph. The result is also false for memory
+  // that may be written to without an op (foreign_memory.h).
   bool valid() const { return valid_; }
   const Key& words() const { return words_.written(); }
   const CachedCall* guess() const { return words_.guess(); }
@@ -87,7 +88,7 @@ class CallKey {
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
-  // Whether some tensor has to be added to the graph, or its gradient edge has to be taken.
+  // Whether some tensor has to be added to the graph, or some gradient edge has to be taken.
   bool any_graph_input() const { return any_graph_input_; }
   // Whether grad mode is on, according to the context.
   bool grad_mode() const { return grad_mode_; }
@@ -110,7 +111,7 @@ class CallKey {
   Graph& graph_;
   CallWords words_;
   c10::SmallVector<Operand, 8> tensors_;
-  uint64_t weights_ = 0;  // bit i: the i-th argument still to be added is a weight by its name
+  uint64_t weights_ = 0;  // bit i: the i-th of the next arguments is a weight, judging by its name
   bool valid_ = true;
   bool any_pending_ = false;
   bool any_graph_input_ = false;
@@ -143,7 +144,8 @@ struct CachedCall {
 
 class CallCache {
  public:
-  // Returns the call that followed the most recently found call last time; null if not known.
+  // Returns the call that was captured after the most recently found call last time. Returns null
+  // if no such call is known.
   const CachedCall* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
   const CachedCall* find(const CallKey& key);
   void add(const CallKey& key, CachedCall cached);

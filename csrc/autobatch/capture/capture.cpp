@@ -95,10 +95,10 @@ class Call {
     }
   }
 
-  // Runs the call as if no scope were open. Pending ops run before the memory that they read is
-  // written to.
+  // Runs the call as if no scope were open. If the call writes to memory, the pending ops that read
+  // this memory run first.
   void run_eagerly() {
-    // The results of later ops would be constants of the cell's template.
+    // In a template of the cell, the results of later ops would be constants.
     CellTrace::break_off("it pauses the block", info_.name);
     left_to_eager_ = true;
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
@@ -114,7 +114,7 @@ class Call {
   // Whether the caller works below autograd, as torch::tensor({1, 2}) does.
   static bool is_filling_in_data() {
     const CaptureState& state = CaptureState::current();
-    // The factories in namespace torch, and those of Python, exclude ADInplaceOrView as well.
+    // The factories in namespace torch and the factories of Python also exclude ADInplaceOrView.
     return state.is_below_autograd() &&
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
@@ -154,7 +154,7 @@ class Call {
   }
 
   void run_autocast() {
-    // A template would not see which casts autocast takes from its own cache.
+    // A template would not contain the casts that autocast takes from its own cache.
     CellTrace::break_off("autocast casts its tensors", info_.name);
     const CastingGuard casting;
     named([this] { decompose(); });
@@ -215,14 +215,14 @@ class Call {
     return found;
   }
 
-  // Caches how the call was captured, for later calls with an equal key. Called after the capture,
-  // because only then it is known which tensors are weights.
+  // Caches how the call was captured, for later calls with an equal key. Must be called after the
+  // capture, because the capture determines which tensors are weights.
   void remember(CachedCall cached, const Recorded& recorded) {
     if (!may_use_call_cache(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
-    // An operand whose tensor object is not in the graph was treated as a weight over the same
-    // memory. The key does not say which weight.
+    // If the tensor object of an operand is not in the graph, the operand was treated as a weight
+    // over the same memory. The key does not identify this weight.
     const auto is_known = [&](uint32_t i) { return i == kNone || key.tensors()[i].id != kNone; };
     const bool known = cached.signature == nullptr
                            ? is_known(0)
@@ -252,8 +252,8 @@ class Call {
     infer_views(info_, arguments(), result);
     if (result.outcome == ViewOutcome::kAsk) return false;
     if (result.outcome == ViewOutcome::kCopy) {
-      // Like eager's reshape: makes a row-major copy, which autograd does not treat as a view's
-      // base.
+      // Makes a row-major copy, as eager's reshape does. Autograd does not treat the copy as the
+      // base of a view.
       const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
       (*stack_)[stack_->size() - num_arguments()] = at::_unsafe_view(copy, result.views[0].sizes);
       (*stack_).resize(stack_->size() - num_arguments() + 1);
@@ -276,8 +276,8 @@ class Call {
     if (Verifier* verifier = scope_.verifier()) {
       c10::SmallVector<ValueId, 4> ids;
       for (const at::Tensor& view : recorded.tensors) ids.push_back(as_pending(view)->value());
-      // Views of written memory are not noted. They stand for the written value, which the verifier
-      // finds by itself.
+      // The verifier is not told about views of written memory. A view of written memory stands for
+      // the written value, and the verifier finds this value by itself.
       if (!ids.empty() && scope_.graph().memory_of(scope_.graph().value(ids[0]).base) == nullptr) {
         verifier->note(scope_.graph(), info_, arguments(), ids);
       }
@@ -353,8 +353,8 @@ class Call {
     return any;
   }
 
-  // Settles deferred checks of values that the call writes to. These checks need the value before
-  // the write.
+  // Settles the deferred checks of values that the call writes to, because such checks need the
+  // values from before the write.
   void settle_written_checks() {
     if (!scope_.checks().any_waiting()) return;
     if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
@@ -373,8 +373,9 @@ class Call {
     if (pending) scope_.note_at_once(info_.name, reason);
   }
 
-  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory. Such a
-  // call needs no flush. For example, torch.distributions checks whether a matrix is square.
+  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory. No
+  // flush is needed for such a call. For example, torch.distributions checks whether a matrix is
+  // square.
   void run_on_constant() {
     CellTrace::break_off("it makes a tensor", info_.name);
     make_real(info_, arguments(), ": ", kNeedsValues);
@@ -427,8 +428,8 @@ class Call {
     info_.handle.redispatchBoxed(keys_ & kBelowCapture, stack_);
   }
 
-  // Runs the call after its arguments have become real. Their dispatch keys have changed, so the
-  // call is dispatched again.
+  // Runs the call after its arguments have become real. The dispatch keys of the arguments have
+  // changed, so the call is dispatched again.
   void run_now_recomputed() {
     lock_.release();
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -445,8 +446,8 @@ class Call {
 
 }  // namespace
 
-// Returns what prevents the op from being captured, and adds it to the report. Returns null if the
-// op can be captured.
+// Returns the PyTorch feature that prevents capture of the op, and adds the feature to the report.
+// Returns null if the op can be captured.
 static const Watcher* note_watcher(const OpInfo& info) {
   constexpr const char* kReason = "each op must be seen there as it runs";
   const CaptureState& state = CaptureState::current();

@@ -27,7 +27,7 @@ void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
 
 // The boxed fallback: pops the op's arguments from the stack and pushes its results.
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-// Like capture(), for a caller that has the OpInfo (custom functions have OpInfos of their own).
+// Like capture(), for a caller that has the OpInfo (each custom function has its own OpInfo).
 AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
                                    torch::jit::Stack* stack);
 
@@ -42,17 +42,17 @@ AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
-// Whether a tensor that the program makes from a Python number becomes pending. This is the case if
-// ops are captured, no cell is traced (a cell treats such a tensor as a constant), and inference
-// mode is off.
+// Whether a tensor that the program makes from a Python number becomes pending. Such a tensor
+// becomes pending if ops are captured, no cell is traced (a cell treats the tensor as a constant),
+// and inference mode is off.
 AUTOBATCH_INTERNAL bool captures_numbers();
 
-// Returns this thread's dispatch context (dispatch_context.h) as one word. How a call is captured
-// depends on its arguments and on this context.
+// Returns this thread's dispatch context (dispatch_context.h) as one word. The dispatch context and
+// the arguments of a call determine how the call is captured.
 AUTOBATCH_INTERNAL uint64_t context_word();
 // Returns this thread's scope if its ops run at once because of `set_eager`, else null.
 Scope* eager_scope(const CaptureState& state);
-// A PyTorch feature that must see each op run and therefore prevents capture.
+// A PyTorch feature that must observe each op when it runs and therefore prevents capture.
 struct Watcher {
   std::string name;  // "anomaly mode"
   std::string ops = "ops under " + name;
@@ -61,8 +61,8 @@ struct Watcher {
 // engine.
 const Watcher* watcher(const CaptureState& state);
 
-// A reason for running an op at once. It is a shared constant, because the report compares reasons
-// by address.
+// A reason for running an op at once. The reason is a shared constant, because the report compares
+// reasons by address.
 inline constexpr const char* kNeedsValues = "needs values";
 
 // Whether reading the tensor causes no flush: it is not pending, or its value is known
@@ -72,11 +72,12 @@ AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 // Whether the tensor has a tangent of forward-mode AD.
 bool has_tangent(const at::Tensor& tensor);
 
-// Whether cached calls may be used, that is, whether the CallKey of a call alone determines how the
-// call is captured (call_cache.h). Returns false with the options `max_pending` and `verify`.
+// Whether cached calls may be used. Cached calls may be used if the CallKey of a call alone
+// determines how the call is captured (call_cache.h). Returns false with the options `max_pending`
+// and `verify`.
 bool may_use_call_cache(Scope& scope);
-// Whether the templates of cells may be applied as well. Templates do not account for captured
-// writes.
+// Whether the templates of cells may be applied. In addition to the conditions for cached calls,
+// the graph must have no captured writes, because templates do not account for them.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);
 
 }  // namespace autobatch

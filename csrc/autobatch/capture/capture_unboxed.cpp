@@ -115,9 +115,9 @@ Return as(const at::Scalar& number) {
   }
 }
 
-// The result of reading a pending tensor's only element: the tensor, made real, or the address of
-// its value if the tensor may stay pending. Neither is set if the boxed fallback has to handle the
-// read.
+// The result of reading a pending tensor's only element. If the tensor became real, the result
+// holds the tensor. If the tensor may stay pending, the result holds the address of its value. If
+// the boxed fallback has to handle the read, the result holds neither of the two.
 struct NumberRead {
   at::Tensor tensor;
   const void* element = nullptr;

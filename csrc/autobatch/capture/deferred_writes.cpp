@@ -28,8 +28,8 @@ struct Span {
 
 bool same(const Span& a, const Span& b) { return a.geometry == b.geometry && a.offset == b.offset; }
 
-// Whether `distance` is a sum of k * stride over the dimensions (in order of falling strides), with
-// -below <= k <= above for each k. If so, two regions at this distance share an element.
+// Whether `distance` is a sum of k * stride over the dimensions (in order of decreasing strides),
+// with -below <= k <= above for each k. If so, two regions at this distance share an element.
 struct Step {
   int64_t stride, below, above;
 };
@@ -104,7 +104,7 @@ void assemble(Scope& scope, Memory& memory) {
   const Value content = graph.value(memory.content);
   const std::vector<c10::IValue> arguments{
       view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
-  DispatchContext context;  // follows from the written values, not from the running code
+  DispatchContext context;  // taken from the written values, not from the running code
   context.grad_mode = memory.requires_grad;
   context.inference_mode = !content.is_graph_input() &&
                            graph.tape().nodes[content.node].signature->context.inference_mode;
@@ -115,7 +115,7 @@ void assemble(Scope& scope, Memory& memory) {
   set_content(memory, as_pending(recorded.tensors[0])->value());
 }
 
-// Whether one value covers the region.
+// Whether a single value covers the region.
 bool is_settled(const Graph& graph, const Memory& memory, const Span& span) {
   for (const Write& write : memory.writes) {
     const Span written{write.geometry, write.offset};
@@ -138,22 +138,23 @@ void settle(Scope& scope, const at::Tensor& tensor) {
 
 // --- which writes may be deferred ---
 
-// Whether all views of the memory also share its autograd history. If so, eager's behaviour is
-// matched when all of them refer to the written value.
+// Whether all views of the memory also share its autograd history. In this case all views may refer
+// to the written value, and the behaviour is the same as in eager.
 bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   const Value& base = graph.value(to.base);
   bool memory_needs_grad = graph.requires_grad_now(to.base);
-  // If autograd does not record the write, the values change and the history stays.
+  // In eager, a write that autograd does not record changes the values and keeps the history.
   if (memory_needs_grad && !grad_mode()) return false;
   if (!memory_needs_grad && !needs_grad) return true;
-  bool all = true;  // after the write, eager forbids using views that one call made (unbind)
+  bool all = true;  // after the write, eager forbids the use of views that one call made (unbind)
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
-  // In eager, even a write to zero elements gives the memory a history. Its gradient is zero.
+  // In eager, even a write to zero elements gives the memory a history with a zero gradient.
   return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 
-// Whether the op reads each element right before writing it, if it reads the region that it writes.
+// If the op reads the region that it writes: whether it reads each element right before it writes
+// the element.
 bool reads_as_it_writes(const OpInfo& op) {
   return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
 }
@@ -168,13 +169,13 @@ bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
 bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
   if (!has_formula_of_functional(op, arguments)) return false;
   const Value& base = graph.value(to.base);
-  // Autograd does not see a write through `x.data`, so its formulas read the new content.
+  // Autograd does not notice a write through `x.data`, so its formulas read the new content.
   if (to.kind == ViewKind::kData) return false;
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Signature& origin = *graph.tape().nodes[base.node].signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
   bool needs_grad = false;
-  bool disjoint = true;  // other arguments share no memory with the written region, or all of it
+  bool disjoint = true;  // each other argument is exactly the written region or does not overlap it
   for (size_t i = 0; i < arguments.size(); ++i) {
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       needs_grad = needs_grad || tensor.requires_grad();
@@ -227,8 +228,8 @@ at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
   return source.to(to.scalar_type());
 }
 
-// Whether a gradient of `id` certainly reaches `source` too. Returns false if a bounded search does
-// not find a path to `source`.
+// Whether a gradient of `id` certainly reaches `source` too. The search for a path to `source` is
+// bounded. Returns false if the search finds no path.
 bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   constexpr size_t kFar = 256;
   if (!graph.value(id).requires_grad) return false;
@@ -249,8 +250,8 @@ bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   return false;
 }
 
-// Whether the write replaces an earlier written value in such a way that the earlier value would
-// get no gradient. In eager, the earlier value gets a zero gradient.
+// Whether an earlier written value would get no gradient after this write. In eager, such a value
+// gets a zero gradient.
 bool drops_history(const Graph& graph, const Memory& memory, const Span& place, bool whole,
                    ValueId source) {
   return std::any_of(memory.writes.begin(), memory.writes.end(), [&](const Write& w) {
@@ -259,7 +260,8 @@ bool drops_history(const Graph& graph, const Memory& memory, const Span& place, 
   });
 }
 
-// Makes the region of `to` hold `source`. `fresh`: no tensor of the user stands for `source`.
+// Records that the region of `to` now holds `source`. `fresh` means that no tensor of the user
+// stands for `source`.
 void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   Graph& graph = scope.graph();
   const Value to = graph.value(to_id);
@@ -315,8 +317,8 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  // Detects flushes. A flush that runs nothing is not in the report, but renumbers values; a flush
-  // that runs batches need not renumber them.
+  // Detects flushes. A flush without batches is not in the report, but renumbers values. A flush
+  // with batches is in the report, and may keep the numbers.
   const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
   const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;
@@ -325,7 +327,7 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   if (!source.defined()) return false;
   if (progress() != before) return false;
   settle(scope, source);
-  // Finds the op's own node among the added ones. Settling may have added other nodes before it.
+  // Finds the op's own node among the added nodes. The call of settle() may have added other nodes.
   for (NodeId node = when; computed && node < graph.tape().nodes.size(); ++node) {
     if (graph.tape().nodes[node].signature->op->handle == *op.functional) graph.note_in_place(node);
   }

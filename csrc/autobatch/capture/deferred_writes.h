@@ -1,7 +1,7 @@
 // Captures in-place ops. A captured write adds a node of the op's functional counterpart, and notes
-// the region of memory that now holds the result (graph.h: Memory). Later reads of that memory,
-// through any view, read the result. No value is overwritten, so earlier reads stay correct, in
-// forward and in backward.
+// the region of memory that now holds the result (graph.h: Memory). Every later read of this
+// region, through any view, reads the result. No value is overwritten, so earlier reads stay
+// correct, in forward and in backward.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -13,17 +13,17 @@ namespace autobatch {
 class Scope;
 
 // Captures an op that writes to its argument 0. Returns false, with no write captured, if the op
-// has to run after a flush. This is the case if argument 0 is not pending or is in the memory of a
-// graph input, or if eager would raise an error. It is also the case if argument 0 has a detached
-// view, which would share the memory but not the history.
+// has to run after a flush. An op has to run after a flush if argument 0 is not pending or is in
+// the memory of a graph input. A flush is also needed if eager would raise an error, or if argument
+// 0 has a detached view. (The view would share the memory but not the history.)
 bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
-// Returns the op assemble(self, places, pieces). Its result is `self` with each piece written to
-// its place. A place is a view of `self`.
+// Returns the op assemble(self, places, pieces). The result of the op is `self` with each piece
+// written to its place. A place is a view of `self`.
 const OpInfo& assemble_op();
 
 // Prepares pending arguments for being read. If the memory of an argument was written to in pieces,
-// and one piece alone does not cover the argument, combines the pieces into one value.
+// and no single piece covers the argument, the pieces are combined into one value.
 void settle(Scope& scope, at::ArrayRef<c10::IValue> arguments);
 
 // Prepares a flush: makes every pending tensor stand for the current value of its memory.

@@ -24,11 +24,13 @@ namespace {
 using at::Tensor;
 using torch::jit::Stack;
 
-// Limits up to which a value is computed alone: the number of ops, and the elements of a result.
-// The limits fit masks, lengths and indices, but not the values of a model.
+// A value is computed without a flush only within two limits: the number of ops, and the number of
+// elements of a result. Masks, lengths and indices are within the limits, but most values of a
+// model are not.
 constexpr size_t kMostOps = 64;
 constexpr int64_t kMostElements = 1 << 16;
-// The limit for an operand that the members of a batch share, which may be a weight of a model.
+// The limit on the elements of an operand that the members of a batch share. A shared operand may
+// be a weight of a model.
 constexpr int64_t kMostOfWeight = 256;
 
 class Evaluation {
@@ -63,7 +65,7 @@ class Evaluation {
     return known_.values[id];
   }
 
-  // Whether the node looks like an op on data (masks, indices), not like an op of a model.
+  // Whether the node is probably an op on data (masks, indices), and not an op of a model.
   bool is_worth_it(const Node& node) const {
     const Signature& signature = *node.signature;
     if (signature.op->random || signature.rule->subgraph() != nullptr) return false;
@@ -140,7 +142,7 @@ bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
 bool in_range(const Tensor& index, int64_t size) {
   // A read from another device would wait for that device.
   if (!has_host_memory(index.device()) || index.numel() == 0) return true;
-  // The usual case has a faster check, which takes a tenth of the time of aminmax.
+  // A faster check handles the usual case in a tenth of the time of aminmax.
   if (index.scalar_type() == at::kLong && index.dim() == 1) {
     const int64_t* at = index.const_data_ptr<int64_t>();
     const int64_t step = index.stride(0);
@@ -230,7 +232,7 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
       continue;
     }
     const Tensor& index = item.toTensor();
-    // No op runs only to check the range of an index, because the flush checks the range.
+    // The flush checks the range of an index, so no op runs here only for this check.
     const Tensor known = known_value(scope, index, is_mask(index) ? kMostOps : 0);
     if (is_mask(index)) {
       // The result's shape is not known, so the op is handled like any op that needs values.

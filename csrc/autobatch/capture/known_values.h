@@ -1,5 +1,5 @@
-// Values that are known while ops are captured, because they follow from graph inputs and
-// factories, as most masks and indices do. They are computed on demand, op by op and without a
+// Known values are values that follow from graph inputs and factories alone, as most masks and
+// indices do. While ops are captured, known values are computed on demand, op by op and without a
 // flush.
 #pragma once
 
@@ -14,24 +14,24 @@ namespace autobatch {
 
 class Scope;
 
-// The known values computed so far, by ValueId. Valid for one Graph::numbering().
+// The known values computed so far, by ValueId. The entries are valid for one Graph::numbering().
 struct KnownValues {
   uint64_t numbering = 0;
   std::unordered_map<uint32_t, at::Tensor> values;
 };
 
-// Returns the value of the tensor: the tensor itself if it is not pending. Returns an undefined
-// tensor if computing the value takes more than a few small ops on known values. The result may
-// share memory with the graph's values, so the caller must not write to the result.
+// Returns the value of the tensor. If the tensor is not pending, returns the tensor itself. Returns
+// an undefined tensor if computing the value takes more than a few small ops on known values. The
+// result may share memory with the graph's values, so the caller must not write to the result.
 at::Tensor known_value(Scope& scope, const at::Tensor& tensor);
 
-// Replaces the pending arguments of `op` on the stack by their values. Returns false, with nothing
-// changed, unless the op only reads its arguments and all values are known.
+// Replaces the pending arguments of `op` on the stack by their values. Returns false and changes
+// nothing if `op` does more than read its arguments, or if a value is not known.
 bool put_known_values(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
-// For `x[indices]` and similar ops: replaces known masks by the indices of their true elements, as
+// For ops like `x[indices]`, replaces each known mask by the indices of its true elements, as
 // eager's kernels do. Returns false if a known index is out of range, or if a mask does not have
-// the shape of the dimensions that it indexes. In these cases eager raises the error.
+// the shape of the dimensions that it indexes. Eager raises an error for such an index or mask.
 bool prepare_indices(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
 }  // namespace autobatch

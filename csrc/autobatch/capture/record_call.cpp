@@ -38,8 +38,8 @@ void fill(Signature& signature, const NodeBuilder& builder, const Rule& rule) {
   }
 }
 
-// Returns the signature of the builder, new or interned earlier. Null if the results' metadata
-// cannot be inferred.
+// Returns the signature of the builder. If the table has no such signature, adds a new one. Returns
+// null if the metadata of the results cannot be inferred.
 Signature* intern(Scope& scope, NodeBuilder& builder, const Rule& rule) {
   SignatureTable& table = scope.tables().signatures;
   Signature* signature = table.find(builder.key());
@@ -105,8 +105,9 @@ void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
   }
 }
 
-// If `parent` is a detached tensor, sets it to the tensor that was detached first:
-// `x.detach().detach()` is a view of `x`. Returns false if that tensor is not in the graph.
+// If `parent` is a detached tensor, sets `parent` to the tensor that was detached first. For
+// example, `x.detach().detach()` is a view of `x`. Returns false if that tensor is not in the
+// graph.
 bool leave_detached(const Graph& graph, ValueId& parent) {
   while (graph.value(parent).kind >= ViewKind::kDetached) {
     parent = graph.value(parent).parent;
@@ -144,8 +145,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
     for (ElementMap& map : element_maps) map.of = map.of == kNone ? parent : map.of;
     graph.set_element_maps(ids.back(), std::move(element_maps));
   }
-  // A composite op without a view function (`tensor_split`) gives each view an autograd node of its
-  // own.
+  // A composite op without a view function (`tensor_split`) gives each view its own autograd node.
   const bool one_node = list && (op.view != nullptr || !op.composite);
   if (one_node || op.unsafe_split) graph.note_siblings(ids);
   scope.report().views += views.size();
@@ -254,7 +254,7 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<CachedCall::View> views, bool list, Recorded& recorded) {
   const PendingTensor* pending = as_pending(self);
-  // A view refers to the memory, not to the value last written there.
+  // A view refers to the memory, and not to the value that was last written to the memory.
   const ValueId parent = pending != nullptr ? pending->value() : scope.graph().value_of(self);
   c10::SmallVector<ValueId, 8> ids;
   if (!add_views(scope, op, parent, self.requires_grad(), views, list, grad_mode(), ids)) {
@@ -270,7 +270,7 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        c10::SmallVectorImpl<ValueId>& results) {
   Graph& graph = scope.graph();
   if (cached.signature == nullptr) {
-    const auto& maps = graph.tape().element_maps;  // they depend on more than the key
+    const auto& maps = graph.tape().element_maps;  // element maps depend on more than the key
     if (!maps.empty() && maps.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
     return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, grad_mode,

@@ -20,28 +20,30 @@ struct Recorded {
   bool list = false;  // the results form one Tensor[]
 };
 
-// Captures the call by the first of the op's rules that covers the call, else by a generic rule.
-// Returns false, with nothing captured, if no rule covers the call. The memory of pending arguments
-// must be settled (deferred_writes.h). `cached`, if given, is set to the CachedCall for later calls
-// with an equal CallKey, or to nullopt if the call cannot be cached.
+// Captures the call by the first of the op's rules that covers the call. If no rule of the op
+// covers the call, tries a generic rule. Returns false, with nothing captured, if no rule covers
+// the call. The memory of pending arguments must be settled (deferred_writes.h). If `cached` is
+// given, it is set to the CachedCall for later calls with an equal CallKey, or to nullopt if the
+// call cannot be cached.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                  Recorded& recorded, std::optional<CachedCall>* cached = nullptr);
 
-// Like record_call, but uses only `rule`. On failure, `left_to_eager` (if given) is set to whether
-// eager must check the arguments and raise the error.
+// Like record_call, but uses only `rule`. If the capture fails, `left_to_eager` (if given) is set
+// to whether eager must check the arguments and raise the error.
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr, std::optional<CachedCall>* cached = nullptr);
 
-// Adds the node or the views of the cached call. `tensors`: the values of the call's tensors, as
-// CallKey::tensors() orders them. `grad_mode`: whether autograd records. Appends the visible
-// results to `results`. Returns false, with nothing added, if eager has to make the views.
+// Adds the node or the views of the cached call. `tensors` contains the values of the call's
+// tensors, in the order of CallKey::tensors(). `grad_mode` tells whether autograd records ops.
+// Appends the visible results to `results`. Returns false, with nothing added, if eager has to make
+// the views.
 bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        at::ArrayRef<ValueId> tensors, bool grad_mode,
                        c10::SmallVectorImpl<ValueId>& results);
 
-// Adds the node of the cached call, with the values of its operands. Bit i of `asks`: the gradient
-// edge of operand i may not have been taken yet (Graph::need_gradient).
+// Adds the node of the cached call, with the values of its operands. Bit i of `asks` is set if the
+// gradient edge of operand i may not have been taken yet (Graph::need_gradient).
 void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> operands,
                 uint64_t asks, c10::SmallVectorImpl<ValueId>& results);
 

@@ -16,7 +16,7 @@ using torch::jit::Stack;
 // capture key (compat::kBeforeCapture).
 void capture_in_turn(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
-    // The transform handles the call, and dispatches the ops below it again.
+    // The functorch transform handles the call, and then dispatches the ops that it calls.
     return op.redispatchBoxed(keys & kBelowCapture, stack);
   }
   // Saves the thread's dispatch keys, because a __torch_dispatch__ is called with the saved keys.

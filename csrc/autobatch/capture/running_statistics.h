@@ -1,7 +1,8 @@
-// `batch_norm` in training on a pending tensor. The result is captured as if the op kept no running
-// statistics. The mean and the variance of the batch are captured too. Once they are computed, they
-// are added to the running statistics, in the order of the calls. Until then the memory of the
-// running statistics is stale, and any read or write of this memory has to wait.
+// Captures `batch_norm` in training on a pending tensor. The op is captured as if it kept no
+// running statistics. The mean and the variance of the batch are captured too. After a flush has
+// computed the mean and the variance, they are added to the running statistics, in the order of the
+// calls. Before this update, the memory of the running statistics is stale, and any read or write
+// of the memory has to wait.
 #pragma once
 
 #include "autobatch/export.h"
@@ -32,8 +33,8 @@ bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue>
 // update and all later ones.
 void apply_updates(Scope& scope);
 
-// Call before arguments are used. If the memory of an argument is stale, computes the statistics
-// and applies the updates.
+// Must be called before arguments are used. If the memory of an argument is stale, computes the
+// statistics and applies the updates.
 void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments);
 // Like finish_updates for arguments, but for a read that is not an op.
 AUTOBATCH_INTERNAL void finish_updates(const at::Tensor& tensor, const char* read);

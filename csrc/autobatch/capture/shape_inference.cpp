@@ -25,14 +25,14 @@ namespace {
 
 using torch::jit::Stack;
 
-// Ops whose kernels raise an error on zeros, or worse (LAPACK uses a pivot as an index).
+// Ops whose kernels fail on zeros, with an error or worse (LAPACK uses a pivot as an index).
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// Ops that accept only the call's own values. Their Meta kernels import nothing.
+// Ops that accept only the call's own values. The Meta kernels of these ops import nothing.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 
-// The largest number of operand elements with which an op is run on stand-ins. The first limit
-// applies if the op's Meta kernel can be used instead, the second if it cannot.
+// The largest number of operand elements for which an op is run on stand-ins. The first limit
+// applies if the op's Meta kernel can be used instead. The second limit applies to all other ops.
 constexpr int64_t kLargestTrial = 1 << 20;
 constexpr int64_t kLargestNeededTrial = 1 << 26;
 
@@ -42,20 +42,20 @@ bool lists(const Table& table, std::string_view op) {
                      [&](std::string_view prefix) { return op.starts_with(prefix); });
 }
 
-// The values of a stand-in. kFirst means zeros for integers, which may be indices, and ones for
-// other dtypes. kIdentity means nearly the identity for floating-point matrices, so that no
-// reshaped matrix is singular, and ones for other tensors.
+// The values of a stand-in. With kFirst, integers are zeros, because they may be indices, and other
+// dtypes are ones. With kIdentity, floating-point matrices are nearly the identity, so that no
+// reshaped matrix is singular, and other tensors are ones.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
 bool is_matrix(const at::Tensor& tensor) {
   return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
 }
 
-// Returns a tensor with the same metadata that has no data (Meta device), or has the values of
-// `filling`.
+// Returns a tensor with the same metadata. The returned tensor either has no data (Meta device), or
+// has the values of `filling`.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
   if (!tensor.defined()) return tensor;  // `x[:, i]`
-  // A Python number: kernels of every device accept it unchanged.
+  // Kernels of every device accept a Python number unchanged.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor out;
   if (filling == Filling::kNoData) {
@@ -168,7 +168,8 @@ Outcome run_on_stand_ins(const NodeBuilder& builder, Filling filling) {
   return out;
 }
 
-// Whether the op returned an argument or a view of an argument. Not all schemas declare this.
+// Whether the op returned an argument or a view of an argument. Some schemas do not declare such a
+// result.
 bool is_argument(const at::Tensor& result, const Stack& arguments) {
   bool found = false;
   for (const c10::IValue& argument : arguments) {
@@ -248,8 +249,9 @@ Extent operands_of(const NodeBuilder& builder) {
   return extent;
 }
 
-// Whether the result sizes cannot depend on values, because the op has a Meta kernel, which has no
-// values. Composite ops have no Meta kernel of their own.
+// Whether the result sizes cannot depend on values. If an op has a Meta kernel, the sizes cannot
+// depend on values, because a Meta kernel has no access to values. A composite op has no separate
+// Meta kernel.
 bool tells_without_data(const OpInfo& op) {
   return op.handle.hasKernelForDispatchKey(c10::DispatchKey::Meta) &&
          !op.handle.hasTag(at::Tag::dynamic_output_shape);
@@ -264,9 +266,9 @@ bool has_mask(const NodeBuilder& builder) {
   return found;
 }
 
-// Infers the results by running eager's own kernels on zeros and on ones. The result sizes must
-// agree, unless one run is sufficient. If these runs raise an error, other values are tried. If
-// matrices are singular, the identity is tried.
+// Infers the results by running eager's own kernels on zeros and on ones. If one run is not
+// sufficient, the result sizes of the two runs must agree. If the runs raise an error, other values
+// are tried. If a matrix is singular, the identity is tried.
 bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list) {
   const bool not_on_zeros = lists(kNotOnZeros, builder.op().name);
   const int needed = not_on_zeros || tells_without_data(builder.op()) ? 1 : 2;
@@ -287,7 +289,7 @@ bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& result
     const Outcome trial = run_on_stand_ins(builder, filling);
     if (trial.kind == Outcome::kNoKernel) return false;
     singular = singular || trial.kind == Outcome::kSingular;
-    // An error that only these values cause (a division by zero) need not occur with others.
+    // An error that only these values cause (a division by zero) may not occur with other values.
     if (trial.kind != Outcome::kDone) continue;
     if (agreed == 0) {
       if (!read_results(builder, trial, false, results, list)) return false;
@@ -372,7 +374,7 @@ bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results,
   const bool large = operands.elements > kLargestTrial;
   const bool never_tried =
       lists(kNeverTried, op.name) || (op.random && !has_host_memory(builder.device()));
-  // Autocast casts no Meta tensors, and a custom function need not support them.
+  // Autocast casts no Meta tensors, and a custom function may not support Meta tensors.
   const bool cast = op.casts(builder.context()) || op.may_cast_within(builder.context());
   const bool has_meta = !cast && !is_custom_function(op);
   if (never_tried || (large && has_meta && host_may_ask_meta())) {

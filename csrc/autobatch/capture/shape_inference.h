@@ -10,12 +10,13 @@
 
 namespace autobatch {
 
-// Infers the metadata of the op's results by running eager's own kernels on zeros, and on ones too
-// if the result sizes might depend on the values. Meta kernels are used only for large operands,
-// and only if the kernels import nothing. (Most Meta kernels are written in Python, and the first
-// call imports PyTorch's compiler.) Meta kernels also accept arguments that eager rejects, and give
-// other strides. Sets `list` if the op returns one Tensor[]. Returns false if the metadata cannot
-// be inferred, if a result is an argument or a view of one, or if the op raises an error.
+// Infers the metadata of the op's results by running eager's own kernels on zeros. If the result
+// sizes might depend on the values, the kernels also run on ones. Meta kernels are used only for
+// large operands, and only if the kernels import nothing. (Most Meta kernels are written in Python,
+// and the first call imports PyTorch's compiler.) Meta kernels also accept arguments that eager
+// rejects, and give other strides than eager. Sets `list` if the op returns one Tensor[]. Returns
+// false if the metadata cannot be inferred, if a result is an argument or a view of one, or if the
+// op raises an error.
 bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
 // Whether this thread runs an op only to infer the metadata of its results.
@@ -25,11 +26,11 @@ AUTOBATCH_INTERNAL bool is_trying();
 // outcome is kAsk if the arguments are wrong, or if the results are not views of argument 0's
 // memory with argument 0's dtype.
 void infer_views(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result);
-// Sets View::element_maps of `views`. Does so if argument 0 is pending, requires grad, and overlaps
-// itself or is a view of a value that overlaps itself. `element_maps` then gives the positions of
-// the view's elements among the elements of that value (graph.h: ElementMap). An entry is left out
-// if the positions cannot be inferred. Returns false if the result depends on more than argument
-// 0's geometry.
+// Sets View::element_maps of `views` if argument 0 is pending, requires grad, and overlaps itself
+// or is a view of a value that overlaps itself. An element map gives the positions of the view's
+// elements among the elements of the overlapping value (graph.h: ElementMap). If the positions
+// cannot be inferred, the map is left out. Returns false if the result depends on more than
+// argument 0's geometry.
 bool infer_element_maps(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, Graph& graph,
                         c10::SmallVectorImpl<CachedCall::View>& views);
 

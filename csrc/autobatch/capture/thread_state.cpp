@@ -18,10 +18,10 @@ const Watcher kTracing{"tracing"}, kTransform{"a transform (vmap, grad, jvp)"},
     kMode{"a TorchDispatchMode"}, kAnomaly{"anomaly mode"}, kEngine{"autograd's engine"},
     kHooks{"hooks on saved tensors (checkpointing)"};
 
-// Returns the PyTorch feature that must see each op run: autograd's engine, functorch's transforms,
-// tracing, a dispatch mode, or anomaly mode. Hooks on saved tensors (checkpointing) are checked
-// separately. Most of these features set an included or excluded dispatch key, so their state is
-// queried only if such a key is set.
+// Returns the PyTorch feature that must observe each op when it runs: autograd's engine, a
+// transform of functorch, tracing, a dispatch mode, or anomaly mode. Hooks on saved tensors
+// (checkpointing) are checked separately. Most of these features set an included or excluded
+// dispatch key, so their state is queried only if such a key is set.
 const Watcher* watcher_but_hooks(const CaptureState& state) {
   constexpr c10::DispatchKeySet kSomebody({c10::DispatchKey::PreDispatch, c10::DispatchKey::Python,
                                            c10::DispatchKey::Tracer,

@@ -1,6 +1,6 @@
-// Captures a call like an earlier call without the dispatcher, for callers that have the arguments
-// at hand. Python uses this path, because parsing the arguments in PyTorch's bindings takes as long
-// as capturing the call.
+// Captures a call in the same way as an earlier call, without the dispatcher. Python calls these
+// functions directly, because PyTorch's bindings would need about the same time to parse the
+// arguments that the capture needs.
 #pragma once
 
 #include "autobatch/capture/record_call.h"
@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// One argument of a call. The caller owns what the pointers refer to.
+// One argument of a call. The caller owns the memory that the pointers refer to.
 struct Argument {
   enum class Kind : uint8_t {
     kNone,
@@ -36,11 +36,11 @@ struct Argument {
 };
 
 // Captures a call of the op like the earlier call with an equal CallKey, and passes its results to
-// `take` before another thread can see them. `arguments` has one entry for each argument of the
+// `take` before another thread can access them. `arguments` has one entry for each argument of the
 // op's schema. `list` tells whether the results form one Tensor[]. Returns false, with nothing
-// done, if the call has to go through the dispatcher. This is the case if no earlier call has an
-// equal key, if a profiler or another dispatch key has to see the call first, or if a cell is being
-// traced.
+// done, if no earlier call has an equal key or the call has to go through the dispatcher. A call
+// has to go through the dispatcher if a profiler or another dispatch key must handle it first, or
+// if a cell is being traced.
 using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
 AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments,
                                         Take take);
@@ -50,8 +50,9 @@ AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument>
 // The caller must have checked that the call can be captured now.
 bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
-// Whether calls of the op are cached. Calls of factories are not, because their results depend on
-// more than the arguments, except for factories that are called on a pending tensor (`new_zeros`).
+// Whether calls of the op are cached. Calls of a factory are not cached, because the result of a
+// factory depends on more than the arguments. Factories that are called on a pending tensor
+// (`new_zeros`) are an exception.
 bool can_be_cached(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace autobatch

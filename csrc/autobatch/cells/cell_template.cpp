@@ -21,8 +21,8 @@ ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
 }
 
-// Makes graph inputs of the weights in the order in which the traced call has used them. Identities
-// are assigned in this order, which may differ from the order in `weights`.
+// Makes the weights graph inputs, in the order in which the traced call used them. So the weights
+// get their identities in this order, which may differ from the order in `weights`.
 template <class Weights>
 void meet(Graph& graph, const Weights& weights) {
   std::vector<uint32_t> order(weights.size());
@@ -33,7 +33,8 @@ void meet(Graph& graph, const Weights& weights) {
   for (const uint32_t w : order) value_in(graph, weights[w].tensor, weights[w].is_weight);
 }
 
-// Whether the tensors share the same elements. `.data` makes such a tensor without an op.
+// Whether both tensors have the same memory and sizes. `.data` creates such a tensor without
+// calling an op.
 bool are_one_memory(const at::Tensor& a, const c10::TensorImpl& b) {
   if (as_pending(a) != nullptr || as_pending(&b) != nullptr) return false;
   if (!b.has_storage()) return false;
@@ -84,7 +85,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     } else if (number < inputs.size()) {
       outputs.push_back(inputs[number]);
     } else if (const auto k = static_cast<size_t>(same - outputs_.begin()); k < outputs.size()) {
-      outputs.push_back(outputs[k]);  // the same output twice is one tensor object
+      outputs.push_back(outputs[k]);  // an output that is returned twice is one tensor object
     } else {
       TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
       outputs.push_back(make_pending(graph, ids[number]));
@@ -93,8 +94,8 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   return true;
 }
 
-// Compares the metadata of the tensor with the metadata at the trace. Since the trace, the tensor
-// may have been given other data or another requires_grad.
+// Whether the tensor has the same metadata as when it was traced. The user may have changed its
+// data or its requires_grad since then.
 bool CellTemplate::Weight::looks_the_same() const {
   return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
          tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
@@ -222,7 +223,7 @@ bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op || a.tensors != b.tensors) return false;
-    if (a.cached.results.size() != b.cached.results.size()) return false;  // hidden ones included
+    if (a.cached.results.size() != b.cached.results.size()) return false;  // with hidden ones
     if (a.cached.views.size() != b.cached.views.size()) return false;
     for (size_t k = 0; k < a.cached.results.size(); ++k) {
       differs |= a.cached.results[k].geometry->sizes != b.cached.results[k].geometry->sizes;
@@ -288,7 +289,8 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 
 void CellTrace::note_read(const std::string& what) {
   if (capture_state.trace == nullptr) return;
-  // If a profiler records arguments, the profiler reads the value, not the function.
+  // If a profiler records the arguments of ops, the profiler has read the value, and the function
+  // has not.
   if (capture_state.trace->why_.empty())
     capture_state.trace->has_read_ = !profiler_records_arguments();
   break_off("it reads a value", what);
@@ -324,7 +326,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   }
   step.first_result = static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_);
   for (const at::Tensor& result : results) {
-    // The result has a number already, and a tensor can have only one.
+    // This result already has a number, and a tensor can have only one number.
     if (numbers_.count(result.unsafeGetTensorImpl()) != 0) {
       break_off("an op gave its argument back", op.name);
     }
@@ -335,8 +337,8 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
 }
 
 // A signature identifies a view of a weight (`w.t()`) by the base of the view. The graph has no
-// information about this base. So an input with such a view becomes a weight, whose identity is in
-// the key.
+// information about this base. So an input with such a view becomes a weight, because the identity
+// of a weight is part of the key.
 void CellTrace::note_viewed_weights() {
   std::unordered_map<uint32_t, uint32_t> viewed;  // base by number of a view
   for (const CellTemplate::Step& step : made_->steps_) {
@@ -400,8 +402,9 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   }
   for (CellTemplate::Weight& weight : made_->weights_) {
     weight.is_weight = is_weight(graph, weight.tensor);
-    // A tensor that ops read only through a view (C++'s Linear: addmm with the transposed weight)
-    // becomes one graph input for all calls too. Otherwise each view would get a separate gradient.
+    // Ops may read a tensor only through a view (C++'s Linear calls addmm with the transposed
+    // weight). A tensor that is read in this way also becomes one graph input for all calls. If it
+    // did not, each view would get a separate gradient.
     if (!weight.is_weight && weight.tensor.requires_grad() && !as_pending(weight.tensor)) {
       graph.weight_value_of(weight.tensor);
       weight.is_weight = is_weight(graph, weight.tensor);
@@ -438,7 +441,7 @@ bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tenso
   if (!call.valid()) return false;
   key = call.words();
   key.append(others.begin(), others.end());
-  // If the sizes differ, Python numbers are missing in call.tensors().
+  // If the two sizes differ, some inputs are Python numbers, which call.tensors() does not contain.
   if (known != nullptr && call.tensors().size() == inputs.size()) {
     for (const CallKey::Operand& operand : call.tensors()) known->push_back(operand.id);
   }

@@ -9,8 +9,8 @@
 #include <unordered_map>
 
 namespace autobatch {
-// Builds the compact form of a template. Requires native rules, one dispatch context for all ops,
-// no random ops, and results without gaps.
+// Builds the compact form of a template. All ops must have native rules and the same dispatch
+// context, and no op may be random. The results must have no gaps in memory.
 class SubgraphBuilder {
  public:
   SubgraphBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
@@ -43,8 +43,8 @@ class SubgraphBuilder {
  private:
   using Step = CellTemplate::Step;
 
-  // Builds `part_` from the live steps that do not run before the subgraph. Returns false if they
-  // cannot run as one node.
+  // Builds `part_` from the live steps, except for those that run before the subgraph. Returns
+  // false if the steps cannot run as one node.
   bool build() {
     for (const Step& step : cell_.steps_) {
       if (!live_[number_of(step)] || before_[number_of(step)]) continue;
@@ -69,8 +69,8 @@ class SubgraphBuilder {
     }
   }
 
-  // Builds `front` from the steps before the subgraph, if possible. Its results are the operands of
-  // `main` and the results of the call that these steps compute.
+  // Builds `front` from the steps before the subgraph, if possible. The results of `front` are the
+  // operands of `main`, and those results of the call that steps before the subgraph compute.
   void join_before() {
     std::vector<uint32_t> results;
     for (const uint32_t number : compact_.main.operands) {
@@ -93,14 +93,14 @@ class SubgraphBuilder {
     return step.cached.signature != nullptr && step.cached.signature->rule->heavy();
   }
 
-  // If some inputs are results of cells, marks the products of the other inputs. As in code written
-  // by hand, one product then covers the inputs of all steps of a sequence. Only the products of
-  // the states wait for other cells.
+  // If some inputs are results of other cells, marks the products that depend only on the remaining
+  // inputs. In a recurrent network, one product then covers the inputs of all time steps, as in
+  // code written by hand. Only the products of the states have to wait for other cells.
   void find_before() {
     before_.assign(cell_.steps_.size(), 0);
     const uint64_t waiting = *compact_.waits;
     if (waiting == 0) return;
-    // By tensor number: mask of the inputs that the tensor depends on.
+    // By tensor number: bit mask of the inputs that the tensor depends on.
     std::unordered_map<uint32_t, uint64_t> needs;
     for (uint32_t i = 0; i < std::min<size_t>(inputs_.size(), 64); ++i) needs[i] = uint64_t{1} << i;
     for (const Step& step : cell_.steps_) {
@@ -110,7 +110,7 @@ class SubgraphBuilder {
       const bool waits = (inputs & waiting) != 0;
       if (live_[number_of(step)] && !waits && is_heavy(step)) before_[number_of(step)] = 1;
     }
-    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // and the steps that compute their operands
+    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // marks the steps that compute the operands
       if (!before_[s]) continue;
       for (const uint32_t tensor : cell_.steps_[s].tensors) {
         const auto made = maker_.find(tensor);
@@ -122,8 +122,9 @@ class SubgraphBuilder {
     }
   }
 
-  // Whether an output is a view that an op of the cell reads too. The gradient of this tensor flows
-  // to both uses, but the subgraph would read a separate view.
+  // Whether an output is a view that an op of the cell reads too. In eager mode both uses
+  // contribute to the gradient of the view. The subgraph would read a separate view, which has a
+  // separate gradient.
   bool returns_read_view() const {
     return std::any_of(cell_.outputs_.begin(), cell_.outputs_.end(), [&](uint32_t number) {
       const auto made = maker_.find(number);
@@ -133,7 +134,7 @@ class SubgraphBuilder {
   }
 
   // Marks the steps whose results the outputs need. Outputs that are views stay outside the
-  // subgraph; the values that they view become its results.
+  // subgraph. The tensors of which they are views become results of the subgraph.
   void find_live() {
     auto& maker = maker_;
     for (size_t s = 0; s < cell_.steps_.size(); ++s) {
@@ -166,8 +167,8 @@ class SubgraphBuilder {
     }
   }
 
-  // Returns the value of one of the cell's tensors, which becomes an operand if it is new; kNone if
-  // a subgraph cannot have such an operand.
+  // Returns the value of one of the cell's tensors. A tensor without a value becomes a new operand.
+  // Returns kNone if the tensor cannot be an operand of a subgraph.
   ValueId value_of(uint32_t number) {
     const auto found = values_.find(number);
     if (found != values_.end()) return found->second;
@@ -181,7 +182,7 @@ class SubgraphBuilder {
     GeometryTable& geometries = scope_.graph().geometries();
     const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
     if (geometry->overlapping && (weight || !geometry->canonical->contiguous)) return kNone;
-    if (!weight) {  // gathered inputs have no gaps
+    if (!weight) {  // gathering removes gaps from inputs
       if (!geometry->canonical->contiguous) return kNone;
       if (!geometry->contiguous) has_gaps_[number] = 1;
       geometry = geometries.intern_contiguous(tensor.sizes());
@@ -190,8 +191,8 @@ class SubgraphBuilder {
                        {geometry, tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
   }
 
-  // Returns a result of the steps before the subgraph as an operand. If it is a view, the subgraph
-  // makes the view itself.
+  // Returns the value of a result that a step before the subgraph computes; the result becomes an
+  // operand. If the result is a view, the subgraph makes the view itself.
   ValueId value_from_before(const Step& step, uint32_t number) {
     if (step.cached.signature == nullptr) return add_views(step) ? values_[number] : kNone;
     const ResultMeta& result = step.cached.results[number - step.first_result];
@@ -287,8 +288,8 @@ class SubgraphBuilder {
     return true;
   }
 
-  // Returns the signature of the subgraph. Templates with the same content share it, even across
-  // blocks.
+  // Returns the signature of the subgraph. Templates with the same content share one signature,
+  // even across blocks.
   Signature* intern() {
     static const OpInfo& op = find_op("autobatch::cell", "");
     const Tape& tape = subgraph_.tape;
@@ -334,7 +335,7 @@ class SubgraphBuilder {
     return signature;
   }
 
-  // Returns the identity of a weight, which all members of a batch share.
+  // Returns the identity of a weight. All members of a batch have the same weight.
   uint64_t identity_of(uint32_t number) const {
     if (number >= CellTemplate::kFirstWeight) {
       return cell_.weights_[number - CellTemplate::kFirstWeight].identity;

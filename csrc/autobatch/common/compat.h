@@ -1,5 +1,5 @@
-// Everything that depends on a particular PyTorch version, and the only place that names the
-// borrowed dispatch key. Supported: PyTorch 2.11 to 2.15.
+// All code that depends on the PyTorch version is in this file. The borrowed dispatch key is also
+// named only here. PyTorch 2.11 to 2.15 are supported.
 #pragma once
 
 #include <c10/core/DispatchKey.h>
@@ -16,11 +16,12 @@
 namespace autobatch::compat {
 
 // The dispatch key on which the boxed fallback is registered. The key is above Autocast,
-// functorch's wrappers and Autograd, so composite ops arrive whole, and autograd records nothing
-// per instance. Stock PyTorch registers nothing on two such keys. DeferredInit (used by torchdistx)
-// has the right position for capture, but PyTorch is short of key bits and may drop this key.
+// functorch's wrappers and Autograd. So composite ops are not decomposed before capture, and
+// autograd records nothing for a single instance. PyTorch itself registers no kernels on two keys:
+// DeferredInit and TESTING_ONLY_GenericMode. DeferredInit (used by torchdistx) has the right
+// position for capture, but PyTorch has few key bits left and may remove this key.
 // TESTING_ONLY_GenericMode exists for PyTorch's own C++ tests. The library borrows
-// TESTING_ONLY_GenericMode if there is no DeferredInit, or if the build selects this key (CMake's
+// TESTING_ONLY_GenericMode if there is no DeferredInit, or if the build selects it (CMake's
 // AUTOBATCH_CAPTURE_KEY).
 template <class Key>
 constexpr Key default_capture_key() {
@@ -36,8 +37,8 @@ inline constexpr c10::DispatchKey kDeferKey = c10::DispatchKey::AUTOBATCH_CAPTUR
 inline constexpr auto kDeferKey = default_capture_key<c10::DispatchKey>();
 #endif
 
-// Keys of PyTorch that the dispatcher handles after kDeferKey, but that must handle a call before
-// capture does. Capture passes the call to these keys first (registration.cpp). Empty for
+// Dispatch keys of PyTorch that have a lower priority than kDeferKey, but must handle a call before
+// capture. Capture passes the call to these keys first (registration.cpp). Empty if kDeferKey is
 // DeferredInit.
 inline constexpr c10::DispatchKeySet kBeforeCapture =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey) &
@@ -58,8 +59,9 @@ auto make_node(Args&&... args) {
   }
 }
 
-// Whether the metadata of a tensor is as in a new tensor, except for requires_grad. False for
-// versions of PyTorch whose AutogradMeta may have members that are not checked here.
+// Whether the autograd metadata of a tensor equals that of a new tensor, except for requires_grad.
+// Returns false for newer versions of PyTorch, whose AutogradMeta may have members that this
+// function does not check.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15
   const auto grad_dtype_is_as_made = [](const auto& m) {  // from 2.10 on
@@ -81,8 +83,8 @@ inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 }
 
 // Whether a profiler records the arguments of ops. `State` is
-// torch::profiler::impl::ProfilerStateBase, which has one accessor for its two states up to 2.13,
-// and two accessors from 2.14 on.
+// torch::profiler::impl::ProfilerStateBase. This class has two states: one accessor returns them up
+// to PyTorch 2.13, and there are two accessors from 2.14 on.
 template <class State>
 bool records_arguments() {
   const auto records = [](const auto& state) {

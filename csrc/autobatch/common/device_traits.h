@@ -1,5 +1,5 @@
-// The properties of devices that the library depends on. No other file says how accelerators
-// differ.
+// The properties of devices that the library depends on. Differences between accelerators are
+// described in this file only.
 //
 // An accelerator that PyTorch supports works without an entry here, through ATen's kernels. Kernels
 // for regions on such an accelerator are registered in kernels/gather_device.h.
@@ -11,18 +11,18 @@
 namespace autobatch {
 
 struct DeviceTraits {
-  // Loops of this library can access the memory directly, and a read of a value costs nothing. On
-  // other devices kernels do all work, and a read of a value waits for all earlier launches.
+  // Loops of this library can access the memory directly, and reading a value is free. On other
+  // devices all work is done by kernels, and reading a value waits for all earlier launches.
   bool has_host_memory = false;
-  // A launch costs more than the computation of a small batch, so additional launches that save
-  // memory or work do not pay off.
+  // A launch costs more than the computation of a small batch. So an additional launch costs more
+  // time than it can save.
   bool wants_few_launches = true;
-  // Tensors consist of a storage, sizes and strides only, so a view can be made without the
-  // device's as_strided.
+  // A tensor is fully described by its storage, sizes and strides. So a view can be made without
+  // the device's as_strided.
   bool has_plain_views = false;
-  // Eager multiplies the gradient of extremes and medians by a mask, so an infinite gradient gives
-  // NaN. On other devices eager fills in zeros (evenly_distribute_backward,
-  // torch/csrc/autograd/FunctionsManual.cpp).
+  // In the backward of extremes and medians, eager multiplies the gradient by a mask, so an
+  // infinite gradient becomes NaN. On other devices eager writes zeros instead
+  // (evenly_distribute_backward, torch/csrc/autograd/FunctionsManual.cpp).
   bool multiplies_by_masks = false;
 };
 
@@ -49,8 +49,9 @@ inline bool multiplies_by_masks(c10::Device device) {
   return traits_of(device.type()).multiplies_by_masks;
 }
 
-// Returns the type of the process's only accelerator; CUDA if there is no accelerator.
-// DispatchContext's `autocast_cuda` is autocast on this device.
+// Returns the device type of the accelerator; CUDA if there is no accelerator. A process has at
+// most one type of accelerator. DispatchContext's `autocast_cuda` is the autocast state of this
+// accelerator.
 c10::DeviceType accelerator();
 c10::DispatchKey autocast_key_of_accelerator();
 

@@ -1,11 +1,12 @@
-// Memory for small objects: each batch() block makes and drops tens of thousands of them. For each
-// thread and size, malloc caches seven chunks; for more chunks it searches and merges.
+// Memory for small objects. Each batch() block creates and destroys tens of thousands of small
+// objects. malloc caches only seven chunks for each thread and size. For more chunks, malloc has to
+// search and merge.
 #pragma once
 
 #include <cstddef>
 #include <new>
 
-// A sanitizer detects each use of freed memory only if freed memory is not reused.
+// A sanitizer can detect every use of freed memory only if freed memory is not reused.
 #if defined(__SANITIZE_ADDRESS__)
 #define AUTOBATCH_KEEPS_MEMORY false
 #elif defined(__has_feature)
@@ -19,8 +20,9 @@
 
 namespace autobatch {
 
-// Free memory blocks of kSize bytes of one thread. A block goes to the list of the thread that
-// frees it. The list has no constructor, so an access needs no check for initialization.
+// The free memory blocks of kSize bytes of one thread. A freed block is added to the list of the
+// thread that frees it. The list has no constructor, so no access has to check whether the list is
+// initialized.
 template <size_t kSize>
 class FreeList {
  public:
@@ -48,7 +50,8 @@ class FreeList {
     Block* next;
   };
 
-  // Frees the blocks when the thread ends. Blocks that are freed later go to operator delete.
+  // Frees the blocks when the thread ends. Blocks that are released after that are passed to
+  // operator delete.
   struct Closer {
     ~Closer() {
       FreeList& list = of_this_thread();
@@ -57,8 +60,8 @@ class FreeList {
     }
   };
 
-  // Makes room for kMost blocks at the first call. Returns false at later calls, or if no memory is
-  // kept.
+  // At the first call, allows the list to hold kMost blocks. Returns false at later calls, or if
+  // AUTOBATCH_KEEPS_MEMORY is false.
   bool open() {
     if (is_open_ || !AUTOBATCH_KEEPS_MEMORY) return false;
     static thread_local const Closer closer;

@@ -1,6 +1,6 @@
-// Functions that the host (the program that embeds the library) provides: the line of the user's
-// code, interruptions, and the interpreter's lock. Without hooks there is no line, nothing
-// interrupts, and nothing is locked.
+// Functions that the host provides; the host is the program that embeds the library. The functions
+// find the line of the user's code, recognise interruptions, and take the interpreter's lock. If
+// the host sets no hooks, no line is known, no error is an interruption, and no lock is taken.
 #pragma once
 
 #include "autobatch/export.h"
@@ -15,16 +15,17 @@ namespace autobatch {
 
 // The place in the user's code that is running, as the host reports it.
 struct Place {
-  std::string site;       // the line, "model.py:12"; empty without one
+  std::string site;       // the line, such as "model.py:12"; empty if unknown
   uint64_t position = 0;  // position within the line, as the host encodes it; 0: unknown
 };
 AUTOBATCH_INTERNAL void set_place_provider(std::function<Place()> provider);
 Place current_place();
 AUTOBATCH_INTERNAL std::string current_site();
-// Sets the function that describes the stack around current_site(), as text in the host's format.
+// Sets the function that describes the call stack around current_site(). The text has the host's
+// format.
 AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
 std::string current_caller();
-// While a guard lives, current_site() returns `site`, unless `site` is empty.
+// While a guard exists, current_site() returns `site`. An empty `site` has no effect.
 class SiteGuard {
  public:
   explicit SiteGuard(std::string site);
@@ -36,20 +37,20 @@ class SiteGuard {
   std::string before_;
 };
 
-// What the host knows about its language.
+// Functions that depend on the host's language.
 struct HostHooks {
-  // Whether the error must end the flush at once (Ctrl-C). After other errors the batch is tried
-  // again with fewer members.
+  // Whether the error must end the flush at once (Ctrl-C). After other errors the batch runs again
+  // with fewer members.
   std::function<bool(const std::exception&)> interrupts;
   // Adds a line to the error that the user will see.
   std::function<void(const std::exception&, const std::string&)> annotate;
-  // Runs a function that may wait for another thread, without the interpreter's lock.
+  // Releases the interpreter's lock, and runs a function that may wait for another thread.
   std::function<void(const std::function<void()>&)> wait;
-  // Holds the interpreter's lock until the returned object is destroyed, so that meanwhile no
-  // tensor is destroyed on another thread of the interpreter.
+  // Takes the interpreter's lock and holds it until the returned object is destroyed. Meanwhile no
+  // other thread of the interpreter can destroy a tensor.
   std::function<std::shared_ptr<void>()> hold;
-  // Whether the modules that Meta kernels in the interpreter's language import are already
-  // imported. (In Python, importing torch._dynamo takes a second or more.)
+  // Whether Meta kernels that are written in the interpreter's language can run without importing
+  // modules. (In Python, importing torch._dynamo takes a second or more.)
   std::function<bool()> may_ask_meta;
 };
 AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);

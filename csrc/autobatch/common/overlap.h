@@ -1,4 +1,4 @@
-// Whether elements of a strided tensor share memory.
+// Finds whether several elements of a strided tensor share memory.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -7,9 +7,10 @@
 
 namespace autobatch {
 
-// Strides are in elements, and not negative. The result is exact for stride 0, for dimensions that
-// do not interleave, and for up to 16,384 elements of memory (stripes of a chart, for example). In
-// other cases the result may be true although no elements share memory.
+// Returns true if two elements share memory. Strides count elements, and must not be negative. The
+// result is exact for stride 0, for dimensions that do not interleave, and for tensors that span at
+// most 16,384 elements of memory. In other cases the result may be true although no elements share
+// memory.
 bool overlaps(at::IntArrayRef sizes, at::IntArrayRef strides);
 
 }  // namespace autobatch

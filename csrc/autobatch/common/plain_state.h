@@ -12,8 +12,8 @@
 
 namespace autobatch {
 
-// While a guard lives, the TorchDispatchModes of the program see no ops of this thread. Python code
-// that runs in the meantime (a compiler, a custom op) can still enter modes of its own.
+// While a guard exists, ops of this thread do not reach the program's TorchDispatchModes. Python
+// code that runs during this time (a compiler, a custom op) can still enter new modes.
 class NoDispatchModeGuard {
   using Modes = c10::impl::TorchDispatchModeTLS;
 
@@ -33,8 +33,9 @@ class NoDispatchModeGuard {
   std::optional<Modes> modes_;
 };
 
-// While a guard lives, ops of this thread run as in a flush. The ops are neither captured nor
-// recorded by autograd, and the program's modes do not see them. Results are not inference tensors.
+// While a guard exists, ops of this thread run as in a flush. The ops are not captured, autograd
+// does not record them, and they do not reach the program's modes. The results are not inference
+// tensors.
 class PlainStateGuard {
   const NoDispatchModeGuard no_modes_;
   const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};

@@ -18,12 +18,12 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kSmallest = size_t{1} << 14;  // malloc keeps smaller blocks by itself
+constexpr size_t kSmallest = size_t{1} << 14;  // malloc itself caches smaller blocks
 constexpr size_t kLargest = size_t{1} << 30;
 constexpr size_t kMostKept = size_t{1} << 28;
-constexpr size_t kHeader = c10::gAlignment;  // before each block, for its size class
+constexpr size_t kHeader = c10::gAlignment;  // bytes before each block, which hold its size class
 constexpr size_t kClasses = 8;  // per doubling of the size: at most an eighth of a block is unused
-constexpr size_t kLarger = 4;   // a block may be this many classes larger than requested
+constexpr size_t kLarger = 4;   // how many classes larger than requested a block may be
 constexpr int kTrimEvery = 16;  // flushes
 
 size_t class_of(size_t bytes) {
@@ -44,9 +44,9 @@ class Pool {
     return *pool;
   }
 
-  // Returns a block with room for `bytes` after its header. A block for a tensor is reported to
-  // PyTorch's memory profiler with `bytes`, like any tensor, without the unused rest. Other blocks
-  // are not reported.
+  // Returns a block with room for `bytes` after its header. The block of a tensor is reported to
+  // PyTorch's memory profiler. The reported size is `bytes`, without the unused rest of the block.
+  // Other blocks are not reported.
   void* take(size_t bytes, bool is_tensor) {
     void* block = find_or_allocate(class_of(bytes));
     if (is_tensor) c10::profiledCPUMemoryReporter().New(block, bytes);
@@ -54,11 +54,12 @@ class Pool {
   }
 
   void put(void* block, bool is_tensor) {
-    // To the profiler, a block in the pool is free.
+    // The profiler counts the memory of the pool as free.
     if (is_tensor) c10::profiledCPUMemoryReporter().Delete(block);
     const size_t size_class = *static_cast<size_t*>(block);
     const size_t bytes = class_bytes(size_class);
-    // If another thread holds the mutex, or held it at a fork, the block bypasses the pool.
+    // The block is freed instead if another thread holds the mutex now, or held it when the process
+    // was forked.
     if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
       if (kept_ + bytes <= kMostKept) {
         free_[size_class].push_back(block);
@@ -106,7 +107,7 @@ class Pool {
     return block;
   }
 
-  // Allocates like PyTorch's CPU allocator, without its report to the profiler.
+  // Allocates like PyTorch's CPU allocator, but does not report to the profiler.
   void* allocate(size_t bytes) {
     try {
       return c10::alloc_cpu(bytes);
@@ -170,7 +171,7 @@ at::Tensor pooled_empty(int64_t numel, const at::TensorOptions& options) {
 
 at::Tensor pooled_empty(at::IntArrayRef sizes, const at::TensorOptions& options) {
   at::Tensor out = pooled_empty(c10::multiply_integers(sizes), options);
-  out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);  // no other code has seen the tensor
+  out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);  // no other code holds the tensor yet
   return out;
 }
 

@@ -8,12 +8,13 @@
 
 namespace autobatch {
 
-// The memory is uninitialized. give_back_memory must get the same `bytes` as take_memory.
+// The memory is uninitialized. The call of give_back_memory must pass the `bytes` that were passed
+// to take_memory.
 void* take_memory(size_t bytes);
 void give_back_memory(void* memory, size_t bytes) noexcept;
 
-// An allocator for vectors in the pool's memory, for megabytes of data that each batch() block
-// makes anew.
+// An allocator for vectors in the pool's memory. The allocator is used for megabytes of data that
+// each batch() block allocates again.
 template <class T>
 struct PoolAllocator {
   using value_type = T;

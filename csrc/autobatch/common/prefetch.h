@@ -1,5 +1,5 @@
-// Prefetching of rows that are not accessed in their order in memory. Each row is prefetched
-// some rows before its use.
+// Prefetches rows of memory that a loop does not read in the order of their addresses. The loop
+// prefetches each row a few iterations before it uses the row.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace autobatch {
 
 constexpr int64_t kRowsAhead = 4;
 
-// Prefetches the cache lines of a row that will be read or written. For a long row it prefetches
-// only the first kMost bytes: the hardware prefetcher continues by itself.
+// Prefetches the cache lines of a row that will be read or written. For a long row, prefetches only
+// the first kMost bytes. The hardware prefetcher then loads the rest by itself.
 inline void prefetch_row(const void* row, size_t bytes) {
 #if defined(__GNUC__)
   constexpr size_t kLine = 64, kMost = 1024;

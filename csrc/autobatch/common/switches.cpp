@@ -14,7 +14,7 @@ const char* group_of(Switch::Kind kind) {
   return kind == Switch::Kind::kPass ? "passes" : "fast_paths";
 }
 
-// Constructed by the first switch that registers.
+// Returns the list of all switches. The list is constructed when the first switch registers.
 std::vector<Switch*>& registry() {
   static std::vector<Switch*> switches;
   return switches;

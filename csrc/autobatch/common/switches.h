@@ -1,8 +1,9 @@
-// Optimizations that can be turned off one by one, for tests and for finding a fault. Results
-// without them are the same, up to rounding.
+// Switches that turn off single optimizations, for tests and to find the cause of an error. The
+// switches do not change results, except for rounding.
 //
 // The environment variable AUTOBATCH_DISABLE turns switches off when the library is loaded. The
-// variable lists names of switches, `passes`, `fast_paths` or `all`, separated by commas.
+// value of the variable is a list, separated by commas, of names of switches. `passes`,
+// `fast_paths` and `all` stand for groups of switches.
 #pragma once
 
 #include "autobatch/export.h"
@@ -32,14 +33,14 @@ class Switch {
   bool is_on() const { return is_on_.load(std::memory_order_relaxed); }
   void set(bool on) { is_on_.store(on, std::memory_order_relaxed); }
 
-  // Number of rewrites that the pass made, or of calls that the fast path took, since the library
-  // was loaded. If two threads add at the same time, one addition may be lost.
+  // Returns how many rewrites the pass has made, or how many calls the fast path has captured,
+  // since the library was loaded. The count is not exact if two threads add to it at the same time.
   uint64_t uses() const { return uses_.load(std::memory_order_relaxed); }
   void add_uses(uint64_t count) {
     uses_.store(uses_.load(std::memory_order_relaxed) + count, std::memory_order_relaxed);
   }
 
-  // All switches of the process, by name.
+  // Returns all switches of the process, sorted by name.
   AUTOBATCH_INTERNAL static std::vector<Switch*> all();
 
  private:

@@ -9,15 +9,15 @@
 namespace autobatch {
 namespace {
 
-// Number of graphs that are kept before their bounds are computed, so that a long-lived scope with
-// many flushes does not grow.
+// When kMaxKept graphs are stored, their bounds are computed and the graphs are freed. So the
+// memory of a long-lived scope with many flushes is limited.
 constexpr size_t kMaxKept = 16;
 
-// Maximum number of rows of a report, which keeps it bounded in a long-lived scope.
+// Maximum number of rows of a report. The maximum limits the memory of a long-lived scope.
 constexpr size_t kMaxRows = 10000;
 
-// Number of flushes with a row of their own. Later flushes are added to the first row with the same
-// reason and site.
+// The first kMaxFlushes flushes have one row each. A later flush is added to the first row with the
+// same reason and site, if there is such a row.
 constexpr size_t kMaxFlushes = 200;
 
 uint64_t bound_of(const BoundInput& input) {

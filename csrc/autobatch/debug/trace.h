@@ -1,5 +1,6 @@
-// Records the times of batches and the dependencies of nodes, to plot a block
-// (ScopeOptions::profile). Times are nanoseconds of a steady clock since the block opened.
+// Records the times of batches and the dependencies of nodes, so that a block can be plotted
+// (ScopeOptions::profile). A time is the number of nanoseconds since the block was opened, by a
+// steady clock.
 #pragma once
 
 #include <chrono>
@@ -21,8 +22,8 @@ struct TraceStage {
   int64_t start, end;
 };
 
-// One schedule: for each node its batch, counted from 0, and the nodes that it reads, without
-// duplicates.
+// One schedule. For each node, the schedule contains the number of its batch, counted from 0. It
+// also contains the nodes whose results the node reads, without duplicates.
 struct TraceSchedule {
   size_t num_batches = 0;
   std::vector<uint64_t> batch_of_node;
@@ -46,20 +47,22 @@ class Trace {
   int64_t now() const;
 
   void add_schedule(TraceSchedule schedule);
-  // Returns the number of the first batch of the last schedule. The other batches of this schedule
-  // have the next numbers.
+  // Returns the number of the first batch of the last schedule. The batches of a schedule have
+  // consecutive numbers.
   uint64_t first_batch() const { return first_batch_; }
   void add_flush(TraceFlush flush);
   void end_flushes();
   void add_stage(const char* name, int64_t start);
   void add_batch(TraceBatch batch);
 
-  // Readers of the members below must hold `mutex`, since backward may run on another thread.
+  // Code that reads the members below must hold `mutex`, because backward may run on another
+  // thread.
   std::mutex mutex;
   std::vector<TraceFlush> flushes;
   std::vector<TraceStage> stages;
   std::vector<TraceBatch> batches;
-  // Nodes and batches of all schedules, numbered consecutively.
+  // Entries by node, for all schedules. Nodes and batches are numbered consecutively across
+  // schedules.
   std::vector<uint64_t> batch_of_node;
   std::vector<std::vector<uint32_t>> inputs_of_node;
   bool is_cut = false;

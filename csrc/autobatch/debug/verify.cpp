@@ -11,7 +11,8 @@
 namespace autobatch {
 namespace {
 
-// Returns the largest difference due to rounding, relative to the largest magnitude of the result.
+// Returns the largest difference that is accepted as rounding. The difference is relative to the
+// largest magnitude of the result.
 double tolerance(at::ScalarType dtype) {
   switch (dtype) {
     case at::kDouble:
@@ -25,7 +26,8 @@ double tolerance(at::ScalarType dtype) {
   }
 }
 
-// Returns the largest difference, relative to the largest expected magnitude (at least 1).
+// Returns the largest difference of two elements, divided by the largest expected magnitude (or by
+// 1 if that is larger).
 double difference(const at::Tensor& value, const at::Tensor& expected) {
   if (value.numel() == 0) return 0;
   if (!value.is_floating_point() && !value.is_complex()) return value.equal(expected) ? 0 : 1;
@@ -52,7 +54,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
         found != expected_.end()) {
       return found->second.tensor;
     }
-    // This view has no eager counterpart: it is a view of a tensor that was written to.
+    // The eager run has no such view, because the viewed tensor was written to.
     const auto base = expected_.find(value.base);
     known =
         known && base != expected_.end() &&

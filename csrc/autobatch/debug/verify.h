@@ -1,4 +1,5 @@
-// `batch(verify=True)`: every captured op also runs eagerly, and each flush compares the values.
+// `batch(verify=True)`: every captured op also runs eagerly, and each flush compares its results
+// with the eager values.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -14,16 +15,16 @@
 namespace autobatch {
 
 // Holds the eager value of every captured value. Gradients are not compared. Results of random ops,
-// and values computed from them, have no eager counterpart and are left out.
+// and values that depend on random results, are not compared either.
 class Verifier {
  public:
   // Runs the op on the eager values of its arguments. `results` are the captured values of its
   // results.
   void note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
             at::ArrayRef<ValueId> results);
-  // Raises an error for the first result, in capture order, that differs from the eager one by more
-  // than rounding. The error names the op, the difference, the rule that ran it and the line that
-  // captured it.
+  // Compares the results in capture order. Raises an error at the first result whose difference
+  // from the eager value is larger than rounding. The error names the op, the difference, the rule
+  // that ran the op, and the line that captured the op.
   void check(const FlushRecord& record) const;
   void clear() { expected_.clear(); }
 
@@ -35,8 +36,8 @@ class Verifier {
   std::unordered_map<ValueId, Expected> expected_;
 };
 
-// Raises an error if `again`, a recomputed result of an op, differs from `before` by more than
-// rounding.
+// `again` is a recomputed result of an op. Raises an error if its difference from `before` is
+// larger than rounding.
 void check_recomputed(const at::Tensor& again, const at::Tensor& before,
                       const Signature& signature);
 

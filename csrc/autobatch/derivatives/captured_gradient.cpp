@@ -41,9 +41,9 @@ class NoFlushGuard {
   NoFlushGuard& operator=(const NoFlushGuard&) = delete;
 };
 
-// Returns the nodes that the gradients of the roots pass through, in the order of capture, without
-// the nodes whose results are before `first`. Calls `meet` once with the value of each graph input
-// that these gradients reach. Returns nothing if `meet` returns false.
+// Returns the nodes that the gradients of the roots pass through, in order of capture. Leaves out
+// the nodes whose results are before `first`. Calls `meet` once for each graph input that these
+// gradients reach, with the value of the graph input. Returns nothing if `meet` returns false.
 template <class Meet>
 std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
                                                 ValueId first, const Meet& meet) {
@@ -77,8 +77,8 @@ bool has_hooks(torch::autograd::Node& node) {
          !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
-// Returns this thread's formulas for the scope's tables, whose signatures and geometries the keys
-// refer to.
+// Returns this thread's formulas for the tables of `scope`. The keys of the formulas refer to
+// signatures and geometries in these tables.
 FormulaTable& formulas_of(const Scope& scope) {
   static thread_local std::weak_ptr<Tables> tables;
   static thread_local FormulaTable formulas;
@@ -186,7 +186,7 @@ class Derivation {
   // Finds the nodes that the roots depend on, and among these the nodes that depend on an input
   // (`leads_`). Returns false if autograd must run.
   bool find_nodes(at::ArrayRef<ValueId> roots) {
-    // If all inputs are captured values, no path to an input contains a value before the first one.
+    // If all inputs are captured values, paths to inputs contain no values before the first input.
     ValueId first = by_edge_.empty() ? kNone : 0;
     for (const auto& entry : by_value_) first = std::min(first, first_result_beside(entry.first));
     auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
@@ -197,7 +197,7 @@ class Derivation {
     for (const NodeId id : nodes_) {
       const Node& node = tape().nodes[id];
       if (!is_understood(node)) return false;
-      // In eager a gradient of one result passes through the other result (Rule::ResultDependency).
+      // In eager, the gradient of one result passes through another one (Rule::ResultDependency).
       const uint32_t from = node.signature->rule->result_dependency().from;
       if (from != kNone && is_input(node.first_value + from)) return false;
       const auto operands = tape().operands_of(node);
@@ -237,8 +237,8 @@ class Derivation {
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
   }
 
-  // Whether the graph input is unchanged and leads to no input through its autograd history. A
-  // graph input that is itself an input must not lead to another one.
+  // Whether the graph input is unchanged and its autograd history contains no input of the call. If
+  // the graph input is itself an input of the call, its history must contain no other input.
   bool is_understood(const GraphInput& graph_input, ValueId id) const {
     if (graph_input.counted && graph_input.counter.current_version() != graph_input.version)
       return false;
@@ -384,15 +384,15 @@ class Derivation {
       parts.push_back(part_of(gradient, *place, offset));
       zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
     }
-    // Assemble the zeros rather than write them: while derivatives are captured, reads do not see
-    // writes (Graph::RawGuard).
+    // The zeros are inserted by autobatch::assemble and not by writes. While derivatives are
+    // captured, reads ignore writes (Graph::RawGuard).
     using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
     const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
     return add(inputs[0], part_of(rest, g, 0));
   }
 
-  // Returns a tensor for a value of the graph, undefined if the value's memory may already be
-  // freed.
+  // Returns a tensor for a value of the graph. The tensor is undefined if the value's memory may
+  // already be freed.
   at::Tensor tensor_of(ValueId id) {
     const Value& of = value(id);
     const Value& base = value(of.base);
@@ -402,8 +402,8 @@ class Derivation {
     // The instance's own data becomes a pending tensor, so that no product treats it as a weight.
     if (of.is_graph_input() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
     if (!options_.create_graph) {
-      // With gradients off, eager's view of a tensor that requires grad is a leaf, and would not be
-      // captured.
+      // If grad mode is off, eager's view of a tensor that requires grad is a leaf, which would not
+      // be captured.
       const Value plain = of;
       return make_pending(graph_, graph_.add_view(id, plain.geometry, plain.offset, false));
     }
@@ -412,8 +412,7 @@ class Derivation {
       if (graph_input.is_copy) return {};
       return graph_input.tensor;
     }
-    // The user's tensor is unusable if a later write gave it a history that the value does not
-    // have.
+    // The user's tensor cannot be used if a later write has changed whether it requires grad.
     if (of.tensor != nullptr && of.tensor->requires_grad() == of.requires_grad) {
       if (auto held = of.tensor->hold()) return at::Tensor(std::move(held));
     }

@@ -1,7 +1,7 @@
-// Captures autograd.grad in an open scope. Its computation is added to the graph as further nodes,
-// by the formulas (derivative_formula.h) of the nodes between the outputs and the inputs. So
-// nothing is flushed, the gradients of all instances run in the same batches, and with create_graph
-// the ordinary backward differentiates these nodes again.
+// Captures autograd.grad in an open scope. The ops that compute the gradients become nodes of the
+// graph. They are found by the formulas (derivative_formula.h) of the nodes between the outputs and
+// the inputs. So the call needs no flush, and the gradients of all instances run in the same
+// batches. With create_graph=True, the ordinary backward later runs through these nodes.
 #pragma once
 
 #include "autobatch/export.h"
@@ -19,9 +19,10 @@ struct DeriveOptions {
   bool allow_unused = false;
 };
 
-// Returns the gradients of the inputs; a gradient is undefined where eager returns None. Returns
-// nothing, and has no visible effect, if autograd itself must run: if an op has no formula, or the
-// graph does not determine what autograd does (a hook, history outside the graph, an error).
+// Returns the gradients of the inputs. A gradient is undefined if eager returns None for the input.
+// Returns nullopt, and has no visible effect, if autograd itself must run. One reason is an op
+// without a formula. Other reasons are hooks, history outside the graph, and errors, because the
+// graph then does not determine the behaviour of autograd.
 AUTOBATCH_INTERNAL std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
                                                                  at::ArrayRef<at::Tensor> gradients,
                                                                  at::ArrayRef<at::Tensor> inputs,

@@ -39,7 +39,7 @@ void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor
   }
 }
 
-// Returns a sample tensor with the value's geometry, dtype and device, in memory of its own.
+// Returns a sample tensor with the value's geometry, dtype and device, with its own memory.
 at::Tensor sample_of(const Value& value) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
@@ -175,7 +175,7 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
   } catch (const std::exception& error) {  // no formula: autograd runs instead
     if (host_interrupts(error)) throw;
   }
-  // If there are so many formulas, the same sizes probably do not recur.
+  // With so many formulas, the same sizes probably do not occur again.
   if (entries_.size() >= kMostFormulas) entries_.clear();
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }
@@ -278,7 +278,7 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
     stands_for_.push_back(number);
     if (!tensor.defined()) return;
     if (in_place) {
-      // Any other tensor on this memory would change with the write.
+      // The write would also change any other tensor on this memory.
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {
         TORCH_CHECK(other.number >= formula_.num_inputs && other.tensor.is_same(tensor),

@@ -1,10 +1,11 @@
-// The gradient of a captured op as a list of ops. The list is autograd's own formula: the op runs
-// once on sample tensors of ones, autograd's engine differentiates it, and FormulaTrace records
-// each op that the engine calls. The recorded ops are then called with the tensors of other nodes
-// of the signature, and are captured like any other call (captured_gradient.h).
+// The gradient of a captured op as a list of ops. The list is autograd's own formula. To find the
+// formula, the op runs once on sample tensors of ones, and autograd's engine runs its backward.
+// FormulaTrace records each op that the engine calls. For other nodes of the signature, the
+// recorded ops are called with the tensors of the node. These calls are captured like any other
+// call (captured_gradient.h).
 //
-// An op that reads its data or draws random numbers has no formula, because its list of ops depends
-// on values.
+// An op that reads data or draws random numbers has no formula, because the list of ops would
+// depend on the values.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -44,7 +45,7 @@ struct Formula {
   std::vector<uint32_t> gradients;  // by operand: number of its gradient, or kNone
   std::vector<uint8_t> reads;       // by number of an input: whether a step reads it
 
-  // Calls the steps and returns the gradients by operand, which may be undefined. `inputs` that no
+  // Calls the steps. Returns a gradient for each operand, which may be undefined. Inputs that no
   // step reads may be undefined.
   std::vector<at::Tensor> apply(at::ArrayRef<at::Tensor> inputs) const;
 };
@@ -60,8 +61,9 @@ struct FormulaRequest {
   Key key() const;
 };
 
-// A cache of formulas. Tracing a formula takes as long as some tens of runs of the op, and is done
-// once for each combination of sizes. Without a formula a flush is needed, which takes longer.
+// A cache of formulas. A formula is traced once for each combination of sizes. Tracing takes the
+// time of several tens of runs of the op. Without a formula, the call needs a flush, which takes
+// longer.
 class FormulaTable {
  public:
   // Returns the cached formula, or traces it. Null if the op has no formula.
@@ -89,17 +91,17 @@ class FormulaTrace {
 
   uint32_t add_input(const at::Tensor& tensor);
   void end_inputs() { formula_.num_inputs = formula_.num_tensors; }
-  // Makes later calls that read `tensor`, a result of a recorded call, read the input numbered
-  // `input` instead.
+  // Declares that `tensor`, a result of a recorded call, is equal to input number `input`. In the
+  // formula, later calls then read the input instead of the tensor.
   void set_known(const at::Tensor& tensor, uint32_t input);
-  // Makes later composite ops be recorded as a whole, because the ops that they call may depend on
-  // the strides of gradients, which differ from node to node.
+  // From now on, records each composite op as one call. The ops that a composite op calls may
+  // depend on the strides of gradients, which differ from node to node.
   void note_composites() { notes_composites_ = true; }
-  // The number of the tensor; kNone if it is not a tensor of this trace.
+  // Returns the number of the tensor, or kNone if this trace does not know the tensor.
   uint32_t number_of(const at::Tensor& tensor) const;
 
-  // Returns the formula with the steps that these gradients depend on. `gradients`: by operand, the
-  // number of its gradient, or kNone.
+  // Returns the formula. It contains only the steps that these gradients depend on. `gradients`:
+  // for each operand, the number of its gradient, or kNone.
   Formula finish(std::vector<uint32_t> gradients);
 
  private:
@@ -114,8 +116,8 @@ class FormulaTrace {
 
   Formula formula_;
   std::vector<uint32_t> stands_for_;  // by number: the number to read instead (set_known)
-  // Autograd saves copies of tensor objects, so tensors are also found by their memory. The trace
-  // keeps them alive, because an address must not be reused.
+  // Autograd saves copies of tensor objects, so the trace also finds tensors by their memory. The
+  // trace keeps the tensors alive, because an address must not be reused.
   std::unordered_map<const c10::TensorImpl*, uint32_t> by_object_;
   std::unordered_map<const c10::StorageImpl*, std::vector<Known>> by_memory_;
   bool notes_composites_ = false;

@@ -223,8 +223,8 @@ class Executor {
     word_ = word;
   }
 
-  // Counts batches as the schedule has them: a batch that was joined from several signatures
-  // (merge_by_weight.h) counts for each of them.
+  // Counts the batches of the schedule. A batch that was joined from several signatures
+  // (merge_by_weight.h) counts once for each signature.
   void count(const BatchRecord& batch) {
     const uint32_t end = batch.first + batch.count;
     uint32_t first = batch.first;
@@ -245,8 +245,8 @@ class Executor {
 
   void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
     const Signature& signature = *signature_at(first);
-    // A single member needs no batching rule: it ran as a loop, and is reported under the rule that
-    // would batch its signature.
+    // A batch of a single member ran as a loop, without a batching rule. The report still names the
+    // rule that would batch its signature.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.report_name());
     SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);

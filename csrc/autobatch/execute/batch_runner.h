@@ -9,12 +9,13 @@ namespace autobatch {
 
 struct FlushOptions;
 
-// Runs the batches from `first_batch` on, one after the other, each in the dispatch context in
-// which its ops were captured. If a batch fails, its halves are run separately, down to single
-// members. So everything that can be computed is computed (in smaller pieces if memory ran out),
-// and the error comes from the member at fault. Afterwards the record contains only the batches and
-// nodes that ran. Three options are used: `report`, and `costs` and `estimate`, which receive the
-// times of batches.
+// Runs the batches from `first_batch` on, one after the other. Each batch runs in the dispatch
+// context in which its ops were captured. If a batch fails, its two halves are run separately, and
+// so on down to single members. Therefore all results that do not depend on a failed member are
+// computed, in smaller pieces if memory ran out. The error is the error of the member that failed.
+// Afterwards the record contains only the batches and nodes that ran. The function uses the options
+// `report`, `costs` and `estimate`. The options `costs` and `estimate` receive the times of
+// batches.
 Failures run_batches(FlushRecord& record, const FlushOptions& options, size_t first_batch);
 
 }  // namespace autobatch

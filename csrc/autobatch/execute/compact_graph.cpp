@@ -1,9 +1,9 @@
 // Graph::compact: renumbers the waiting nodes and their values if most of the tape is not needed
-// any more. The time is proportional to the number of pending nodes, so compaction runs only when
-// at least as many nodes are finished as are waiting.
+// any more. The time is proportional to the number of pending nodes. Therefore compaction runs only
+// when at least half of the nodes are finished.
 //
-// Results computed in an open record (incremental_flush.h) stay as long as something refers to
-// them.
+// A result that was computed in an open record (incremental_flush.h) stays until nothing refers to
+// it any more.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/execute/incremental_flush.h"
@@ -198,7 +198,7 @@ class Compactor {
     new_.nodes.push_back(node);
   }
 
-  // Keeps the remaining results and nodes in the record, but none of its batches.
+  // Keeps the remaining results and nodes in the record, and removes all batches from the record.
   void compact_record() {
     PooledVector<Allocation> places(new_.values.size());
     SlabCompactor slabs(record_->store);

@@ -62,8 +62,8 @@ bool is_read(const Tape& tape, ValueId graph_input, const FlushGraph& graph) {
   return false;
 }
 
-// If the part is small, visits the graph inputs that are operands of its nodes (some more than
-// once), else all graph inputs.
+// If the part is small, visits only the graph inputs that are operands of its nodes, some of them
+// more than once. If the part is large, visits all graph inputs.
 template <class Function>
 void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Function& function) {
   if (graph.size() > tape.graph_inputs.size() / 4) {
@@ -80,8 +80,8 @@ void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Funct
 }
 
 // Checks that the memory of graph inputs still exists. The memory can be freed without an op. For
-// example, FSDP frees the parameters that it gathered when a module's forward returns, and the ops
-// that read these parameters may still be pending.
+// example, FSDP gathers parameters and frees them when a module's forward returns. Ops that read
+// these parameters may still be pending at that time.
 void check_memory(const Tape& tape, const FlushGraph& graph) {
   for_each_graph_input(tape, graph, [&](const GraphInput& graph_input) {
     if (graph_input.is_copy || !graph_input.data.defined() || !graph_input.data.has_storage())
@@ -103,7 +103,7 @@ void check_memory(const Tape& tape, const FlushGraph& graph) {
 // The part of a tape that is to be run.
 struct Plan {
   at::ArrayRef<NodeId> nodes;
-  // Results that tensors refer to. Nodes that none of these results depends on need not be
+  // Results that tensors refer to. Only nodes that one of these results depends on have to be
   // computed. Null means that all nodes are needed.
   const std::vector<ValueId>* held = nullptr;
 };
@@ -159,7 +159,8 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   options.report->keep(record.tables);
   options.report->add_flush(
       {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
-  // Slices add no input: there are very many, and each is only a part of a possible flush.
+  // A slice adds no input, because there are many slices, and each is only a part of a possible
+  // flush.
   if (options.costs == nullptr) options.report->add_bound_input(graph.take_bound_input());
 }
 
@@ -177,8 +178,8 @@ class CleanState {
   const PlainStateGuard plain_;
 };
 
-// Adds batches for the nodes of `plan` to the record and runs them. Afterwards the record contains
-// only what ran.
+// Adds batches for the nodes of `plan` to the record and runs the batches. Afterwards the record
+// contains only the batches and nodes that ran.
 Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& options) {
   const size_t num_computed = record.order.size(), num_batches = record.batches.size();
   bool placed = false;
@@ -236,8 +237,8 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
   return failures;
 }
 
-// Evaluates waiting checks. A check that passes releases the tensors that it keeps. Tensors without
-// another reference are then dropped before they become real.
+// Evaluates waiting checks. A check that passes releases the tensors that it keeps. A tensor
+// without any other reference is then dropped before it becomes real.
 void settle_checks(FlushRecord& record, HeldTensors& held, DeferredChecks* checks) {
   if (checks == nullptr || !checks->any_waiting()) return;
   std::vector<uint8_t> ran(record.tape.nodes.size(), 0);
@@ -294,8 +295,8 @@ std::vector<NodeId> nodes_to_run(const Tape& tape) {
 
 // Runs `nodes`, which were chosen for the targets, and closes the open record. If there are neither
 // nodes nor targets, runs all pending nodes. Nodes that failed before run again, to find the
-// tensors that become lost. The tensors of all computed nodes of the part, including nodes of
-// earlier reads, become real, and the nodes leave the graph.
+// tensors that become lost. All computed nodes of the part leave the graph, including nodes of
+// earlier reads, and their tensors become real.
 void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> nodes,
                 const FlushOptions& options, Failures failures) {
   std::shared_ptr<void> nobody_dies = host_hold();
@@ -335,8 +336,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   std::rethrow_exception(failures.first().cause);
 }
 
-// Computes the nodes and leaves them in the graph, if possible. Returns whether it succeeded. On
-// failure, `failures` is set only if no node may run again.
+// Tries to compute the nodes and to leave them in the graph. Returns whether this succeeded. If it
+// did not, `failures` is set only if no node may run again.
 bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                 const FlushOptions& options, Failures& failures) {
   if (!stays_open(graph, targets, nodes, options.values_only)) return false;

@@ -48,14 +48,14 @@ struct FlushOptions {
 // Schedules and runs the nodes that the targets need, together with nodes that fit into the same
 // batches (Graph::choose). Without targets, runs all nodes that live tensors depend on. Turns the
 // pending tensors into real ones. If a captured op fails, tensors that do not depend on it become
-// real, and the others become lost. The error is then raised with the op, its shapes and the line
-// that captured it. If several ops failed, the error of the op that was captured first is raised.
-// With or without an error, none of these nodes is pending afterwards.
+// real, and the others become lost. After a failure, an error is raised with the op, its shapes and
+// the line of code that captured the op. If several ops failed, the error of the op that was
+// captured first is raised. Even after an error, none of the selected nodes is pending.
 void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
-// Runs about half of the pending nodes: ready nodes, in the largest batches available. The other
-// nodes stay pending, to be batched with nodes captured later. Where this is not possible, flushes
-// all pending nodes as flush_pending does.
+// Runs about half of the pending nodes. Selects ready nodes that form the largest batches. The
+// other nodes stay pending, so that they can be batched with nodes captured later. If nodes cannot
+// stay pending, flushes all pending nodes as flush_pending does.
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
 // Runs ready batches for about the time that `options.costs` allows. The other nodes stay pending.

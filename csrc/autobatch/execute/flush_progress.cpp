@@ -54,7 +54,7 @@ std::vector<NodeId> Graph::choose_ready(size_t least) {
   return chosen;
 }
 
-// Removes nodes that are no longer waiting, or have another signature by now.
+// Removes nodes that are no longer waiting, or whose signature has changed.
 void Graph::drop_run(std::vector<NodeId>& ready, const Signature* signature) {
   std::erase_if(ready, [&](NodeId id) {
     return tape_.nodes[id].state != NodeState::kWaiting || tape_.nodes[id].signature != signature;

@@ -79,10 +79,10 @@ class OwnCopies {
   std::vector<ValueId> waiting_;
 };
 
-// Makes `tensor` a view of `root`, which shares its memory, for autograd. In eager a view refers to
-// its base, so that an in-place write to the view becomes part of the base's history. `root` may be
-// a view itself, even of another dtype than its base (`z.imag`). In that case only the view
-// function of `root` can make the view again.
+// Registers `tensor` with autograd as a view of `root`, whose memory it shares. In eager a view
+// refers to its base, so that an in-place write to the view becomes part of the base's history.
+// `root` may itself be a view, even of a base with another dtype (`z.imag`). Only the view function
+// of `root` can make such a view again.
 void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
   using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
@@ -122,8 +122,9 @@ bool is_unsafe_view(const Value& value) {
   return value.call != 0 && value.kind == ViewKind::kPlain;
 }
 
-// Returns the value whose tensor is the base of the view `id` in eager: the owner of the memory, or
-// the detached tensor that `id` is a view of. Returns `id` itself if it is not a view.
+// Returns the value whose tensor is the base of the view `id` in eager. The base is the owner of
+// the memory, or the detached tensor that `id` is a view of. Returns `id` itself if it is not a
+// view.
 ValueId root_of(const Tape& tape, ValueId id) {
   for (;;) {
     const Value& value = tape.values[id];
@@ -135,8 +136,8 @@ ValueId root_of(const Tape& tape, ValueId id) {
 }
 
 // The base tensors (roots) with which views share their history, by value. If the user does not
-// hold a root, a hidden tensor is made for the root, because eager keeps the base alive. If the
-// root has only a single view, the hidden tensor is made only if the root has a history.
+// hold a root, a hidden tensor is made for it, because eager keeps the base alive. A root with only
+// a single view gets a hidden tensor only if the root has a history.
 class Roots {
   using Edge = torch::autograd::Edge;
 
@@ -365,8 +366,8 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
   Roots roots(*record, computed);
   const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
   give_memory(*record, computed, roots, edges, !record->held.empty());
-  // Releases the user's tensors: after a later in-place write they may depend on this record, which
-  // would be a reference cycle.
+  // Releases the user's tensors. After a later in-place write, such a tensor may depend on this
+  // record. A reference from the record to the tensor would then be a reference cycle.
   for (GraphInput& graph_input : record->tape.graph_inputs) graph_input.tensor = at::Tensor();
   tensors_.clear();
   return take_exports();

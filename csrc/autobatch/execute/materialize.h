@@ -18,11 +18,11 @@ namespace autobatch {
 class Failures {
  public:
   explicit operator bool() const { return first_.cause != nullptr; }
-  // Whether a failure of the flush as a whole (such as an interruption) means that no more nodes
+  // Whether the flush failed as a whole (for example, by an interruption), so that no more nodes
   // may run.
   bool stops() const { return stops_; }
-  // The failure that is raised to the user: of all failed nodes, the failure of the node that was
-  // captured first.
+  // The failure that is raised to the user. If several nodes failed, it is the failure of the node
+  // that was captured first.
   const OpFailure& first() const { return first_; }
   const OpFailure& of(NodeId node) const;
   bool concerns(NodeId node) const { return nodes_.count(node) != 0; }
@@ -54,9 +54,9 @@ class HeldTensors {
   // Releases tensors that have no other reference any more. The caller must hold the host's lock
   // (host_hold).
   void let_go(Tape& tape);
-  // Gives each tensor a storage of its own (shared with the held views of it, as in eager) and its
-  // gradient edge. Tensors that were not computed because of `failures` become lost. Returns the
-  // tensors of the exports, or the reasons why they were lost.
+  // Gives each tensor its own storage and its gradient edge. As in eager, the held views of a
+  // tensor share its storage. Tensors that were not computed because of `failures` become lost.
+  // Returns the tensors of the exports, or the reasons why they were lost.
   std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record,
                                     const Failures& failures);
   // To be called after materialize has failed: marks the tensors that are still pending as lost.

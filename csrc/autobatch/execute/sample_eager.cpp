@@ -15,8 +15,8 @@ using Nanoseconds = EagerEstimate::Nanoseconds;
 constexpr Nanoseconds kSmallOp(4000), kManyOps(50000);
 constexpr Nanoseconds kMostSampling(5'000'000);
 
-// Whether the op may run twice. A random op would draw other numbers, and the user's code must not
-// run again.
+// Whether the op may run twice. A second run of a random op would draw other numbers, and code of
+// the user must run only once.
 bool is_repeatable(const Signature& signature) {
   return !signature.op->random && !is_custom_function(*signature.op) &&
          signature.op->name.starts_with("aten::");

@@ -1,6 +1,6 @@
-// Graph::split: takes out the part of a graph that a read needs, to be flushed alone. The part gets
-// a tape of its own. The rest keeps its tape and its numbers. The values of the part that the rest
-// reads become graph inputs of the rest, under their old numbers.
+// Graph::split moves the part of a graph that a read needs to a separate tape, so that the part can
+// be flushed alone. The rest of the graph keeps its tape and its numbers. If the rest reads a value
+// of the part, the value becomes a graph input of the rest and keeps its number.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -47,7 +47,7 @@ class Splitter {
  private:
   bool is_in_part(const Value& value) const { return tape_.nodes[value.node].number != kNone; }
 
-  // Whether the value's tensor, if it has one, becomes real with the part.
+  // Whether the value's tensor (if any) becomes real when the part is flushed.
   bool is_made_by_part(ValueId id) const {
     const Value& value = tape_.values[id];
     return value.is_graph_input() ? is_target_.count(id) != 0 : is_in_part(value);
@@ -56,7 +56,7 @@ class Splitter {
   // --- the part ---
 
   // Finds the values that the part needs: results, operands, values that have tensors, and the
-  // values that these are views of.
+  // values that any of these are views of.
   void find_values(at::ArrayRef<ValueId> targets) {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -77,8 +77,8 @@ class Splitter {
     std::sort(values_.begin(), values_.end());
   }
 
-  // Adds the value and the values that it is a view of. A view of a graph input that the part reads
-  // becomes a target if it has a tensor, so that its gradient passes through the tensor.
+  // Adds the value and the values that it is a view of. If one of them is a view of a graph input
+  // and has a tensor, it becomes a target, so that its gradient passes through the tensor.
   void add(ValueId id) {
     while (id != kNone && part_value_.emplace(id, kNone).second) {
       values_.push_back(id);
@@ -105,8 +105,8 @@ class Splitter {
     }
   }
 
-  // If a target has overlapping elements, adds the views of that target. In the rest it would be
-  // unknown which elements of the target the views show.
+  // If a target has overlapping elements, adds the views of that target. If these views stayed in
+  // the rest, it would be unknown which elements of the target they contain.
   void add_views_of_shared() {
     const auto is_of_shared_target = [&](ValueId id) {
       for (ValueId of = tape_.values[id].parent; of != kNone; of = tape_.values[of].parent) {
@@ -139,8 +139,8 @@ class Splitter {
     for (ValueId id : pieces) add_target(id);
   }
 
-  // Appends the value to the part's tape, with its numbers translated. Also appends the value's
-  // tensor if the tensor becomes real with the part.
+  // Appends the value to the part's tape and translates the numbers in the value. Also appends the
+  // value's tensor if the tensor becomes real with the part.
   void append(ValueId id) {
     const auto to = static_cast<ValueId>(split_.tape.values.size());
     part_value_[id] = to;
@@ -177,13 +177,13 @@ class Splitter {
     split_.tape.nodes.push_back(node);
   }
 
-  // Copies a graph input to the part. It also stays in the rest if the rest refers to it, or if it
-  // is a weight.
+  // Copies a graph input to the part. The graph input also stays in the rest if the rest refers to
+  // it, or if it is a weight.
   void copy_graph_input(ValueId id) {
     const ValueId to = part_value_.at(id);
     Value& value = split_.tape.values[to];
     if (!value.is_graph_input()) return;
-    if (value.base != to) {  // of a view; its base came before
+    if (value.base != to) {  // a view; its base was copied before
       value.index = split_.tape.values[value.base].index;
       return;
     }
@@ -199,8 +199,8 @@ class Splitter {
 
   // --- the rest ---
 
-  // Finds the values of the part that the rest reads or has tensors of. These values need a
-  // replacement in the rest.
+  // Finds the values of the part that the rest reads or has tensors of. The rest needs a
+  // replacement for each of these values.
   void find_moved() {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -242,9 +242,10 @@ class Splitter {
     }
   }
 
-  // Whether the value becomes a graph input of the rest. It is then a result of the part, or a view
-  // in the part that the user holds, so that the gradient passes through the user's tensor. For a
-  // blurred value (is_blurred), the rest reads the value that it is a view of instead.
+  // Whether the value becomes a graph input of the rest. The value must be a result of the part, or
+  // a view in the part whose tensor the user holds, so that the gradient passes through this
+  // tensor. If a value is blurred (is_blurred), the rest reads the value that it is a view of
+  // instead.
   bool is_export(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.geometry->overlapping && is_blurred(id)) return false;
@@ -253,8 +254,8 @@ class Splitter {
   }
 
   // Whether a value with overlapping elements cannot become a graph input of the rest. One reason
-  // is that it is unknown which of the elements a view of it shows. The other is that a view of it
-  // has a tensor in the rest, which must share memory exactly as its strides say.
+  // is a view of the value whose elements are not known. Another reason is a view with a tensor in
+  // the rest, because this tensor must share memory exactly as its strides say.
   bool is_blurred(ValueId id) {
     const ValueId base = tape_.values[id].base;
     if (asked_.insert(base).second) {
@@ -311,7 +312,7 @@ class Splitter {
   void add_export(ValueId id, Value& value) {
     GraphInput graph_input;
     graph_input.value = id;
-    // Each element has a gradient of its own, and so needs memory of its own.
+    // Each element has its own gradient, and therefore needs its own memory.
     graph_input.is_copy = value.geometry->overlapping;
     if (graph_input.is_copy) {
       graph_input.given = value.geometry;
@@ -327,7 +328,7 @@ class Splitter {
   }
 
   void put_in_rest(const std::vector<Value>& moved) {
-    // These tensors belong to the part now.
+    // The tensors of these values belong to the part now.
     for (ValueId id : values_) {
       if (is_made_by_part(id)) tape_.values[id].tensor = nullptr;
     }
@@ -401,8 +402,8 @@ class Splitter {
     if (is_target_.count(root->second) != 0) set_apart(tape_.uses[use].reader, use, base);
   }
 
-  // A view of a weight that has become a tensor has a gradient of its own. Nodes that read this
-  // view must not be batched with nodes that read the weight, so the reader gets another signature.
+  // A view of a weight that has become a tensor has its own gradient. Nodes that read this view
+  // must not be batched with nodes that read the weight, so the reader gets another signature.
   void set_apart(NodeId reader, uint32_t use, const Value& base) {
     Node& node = tape_.nodes[reader];
     const uint32_t slot = use - node.first_operand;

@@ -25,7 +25,8 @@ namespace {
 thread_local Fiber* current_fiber = nullptr;
 thread_local uint64_t fibers_made = 0;
 
-// Whether a thread of this process is in forward-mode AD; a process has only one level of it.
+// Whether a thread of this process is in forward-mode AD. A process has only one level of
+// forward-mode AD.
 bool is_in_forward_ad() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
 
 bool has_saved_hooks() {
@@ -33,7 +34,8 @@ bool has_saved_hooks() {
   return !hooks.stack.empty() || hooks.disabled_error_message.has_value();
 }
 
-// A template, because some members do not exist in every version of PyTorch.
+// The function is a template, because some members of `State` do not exist in every version of
+// PyTorch.
 template <class State>
 bool is_equal(const State& a, const State& b) {
   if (a.get_grad_mode() != b.get_grad_mode() || a.get_inference_mode() != b.get_inference_mode() ||
@@ -127,7 +129,7 @@ Fiber* Fiber::suspendable() {
   if (fiber == nullptr || fiber->ending_ || fiber->keeps_turn_) return nullptr;
   if (Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
-  if (CellTrace::current() != nullptr) return nullptr;  // the trace would record other fibers' ops
+  if (CellTrace::current() != nullptr) return nullptr;  // it would record other fibers' ops
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||
       c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
       !at::functorch::getDynamicLayerStack().empty()) {
@@ -172,8 +174,8 @@ bool Fiber::suspend(State state) {
     own_state_.reset();
     pool_.scope_.lock(locks);
   }
-  // Exceptions are thrown only from here on: none may be in flight while the lists of exceptions
-  // are exchanged.
+  // Exceptions may be thrown only after this point. While the lists of exceptions are exchanged, no
+  // exception may be in flight.
   if (left == Left::kNot) {
     state_ = State::kRunning;
     return false;
@@ -199,8 +201,8 @@ void FiberPool::run() {
   } catch (...) {
     failure = std::current_exception();
   }
-  // This call is outside of the handler, because end_from runs fibers, which have their own lists
-  // of handled exceptions.
+  // end_from() must not be called inside the `catch` block: it runs fibers, and each fiber has a
+  // separate list of handled exceptions.
   end_from(0);
   if (failure) std::rethrow_exception(failure);
 }
@@ -238,11 +240,11 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
     last.ending_ ? scope_.checks().drop(last.number_)
                  : static_cast<void>(checked_.emplace_back(last.index_, last.number_));
   }
-  // A mode that a fiber leaves set must not be active in the next fiber.
+  // A mode that the fiber has entered must not be active in the next fiber.
   ended || last.own_state_.has_value() ? base_.restore() : base_.stack().restore();
 }
 
-// Returns the next fiber to resume, and marks it as running; null if there are no more.
+// Returns the next fiber to resume, and marks the fiber as running. Returns null if there is none.
 Fiber* FiberPool::next_served() {
   while (resumed_ < served_.size()) {
     Fiber* fiber = served_[resumed_++];
@@ -253,8 +255,8 @@ Fiber* FiberPool::next_served() {
   return nullptr;
 }
 
-// Called when every fiber waits. Serves the fibers that wait for values; if there are none, all
-// fibers are served by the host.
+// Called when every fiber waits. Computes the values that fibers wait for. If no fiber waits for
+// values, the host serves all fibers.
 void FiberPool::serve() {
   std::vector<Fiber*> waiting;
   for (const auto& fiber : fibers_) {
@@ -263,8 +265,8 @@ void FiberPool::serve() {
   if (!waiting.empty()) {
     serve_values(waiting);
   } else {
-    // The host serves fibers only when no fiber waits for values, so that as many fibers as
-    // possible are served together.
+    // The host is called only if no fiber waits for values. So the host can serve the largest
+    // number of fibers together.
     for (const auto& fiber : fibers_) waiting.push_back(fiber.get());
     serve_host(waiting);
   }
@@ -297,8 +299,8 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   std::exception_ptr failure;
   bool interrupted = false;
   try {
-    // If this pool runs inside another fiber, that fiber may wait instead of flushing here, and
-    // reports its own line.
+    // If this pool runs inside an outer fiber, the outer fiber may wait instead of flushing here.
+    // Then the outer fiber reports the line of user code.
     std::optional<SiteGuard> site;
     if (outer_ == nullptr) site.emplace(site_);
     site_.clear();
@@ -308,7 +310,8 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
     failure = std::current_exception();
     interrupted = host_interrupts(error);
   }
-  // The failed check may also belong to the code that runs this pool.
+  // A failed check may also belong to the code that runs this pool. The code that runs this pool
+  // must then get the error.
   const uint64_t runs = outer_ == nullptr ? 0 : outer_->number();
   if (interrupted || (failure && scope_.checks().has_failed(runs))) {
     std::rethrow_exception(failure);

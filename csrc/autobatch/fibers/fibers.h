@@ -1,9 +1,10 @@
-// Runs instances as fibers. When the code of an instance reads a value, its fiber is suspended and
-// the next fiber runs. When all fibers wait, one flush computes the values that they wait for.
+// Runs instances as fibers. When the code of an instance reads a value, the fiber of this instance
+// is suspended, and the next fiber runs. When all fibers wait, one flush computes the values that
+// the fibers need.
 //
-// The host implements the fibers themselves (Python's greenlets, Boost.Context) by deriving from
-// Fiber and FiberPool. These base classes decide when to suspend a fiber and what to compute, and
-// switch the thread-local state.
+// The host implements the stack switches (by Python's greenlets or Boost.Context) in classes
+// derived from Fiber and FiberPool. Fiber and FiberPool decide when a fiber is suspended and which
+// values are computed. Both classes also switch the thread-local state.
 #pragma once
 
 #include "autobatch/export.h"
@@ -33,18 +34,19 @@ namespace autobatch {
 
 class FiberPool;
 
-// The thread-local state of running code: PyTorch's modes, the effects of guards on the stack, and
-// C++'s list of exceptions being handled. Each suspended fiber keeps its own state.
+// The thread-local state of running code. The state consists of PyTorch's modes, the effects of
+// guards on the stack, and C++'s list of the exceptions that are being handled. Each suspended
+// fiber has a separate state.
 class ThreadState {
  public:
-  // The part that changes with every call from Python.
+  // The part of the state that changes with every call from Python.
   class Stack {
    public:
     Stack() : warnings_(c10::WarningUtils::get_warning_handler()), exceptions_(exceptions()) {}
     void restore() const;
 
    private:
-    // __cxa_eh_globals of the C++ ABI, in libstdc++ and in libc++.
+    // The struct __cxa_eh_globals of the C++ ABI, as libstdc++ and libc++ define it.
     struct Exceptions {
       void* caught;
       unsigned int uncaught;
@@ -55,11 +57,11 @@ class ThreadState {
     Exceptions exceptions_;
   };
 
-  ThreadState();  // copies this thread's state
-  // Whether this thread's state equals this one, apart from the Stack. False for states that are
-  // too complex to compare.
+  ThreadState();  // copies the current state of this thread
+  // Whether this object equals the current state of the thread, apart from the Stack. Returns false
+  // if a state is too complex to compare.
   bool is_current() const;
-  void restore() const;  // including the Stack
+  void restore() const;  // restores the Stack too
   const Stack& stack() const { return stack_; }
 
  private:
@@ -77,7 +79,7 @@ class ThreadState {
   at::impl::TorchFunctionDisabledState torch_function_disabled_;
 };
 
-// The code of one instance, with a stack of its own.
+// The code of one instance, which runs on a separate stack.
 class Fiber {
  public:
   Fiber(FiberPool& pool, size_t index) : pool_(pool), index_(index) {}
@@ -85,27 +87,27 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // Returns the fiber that this thread runs; null outside of fibers.
+  // Returns the fiber that this thread runs; null if no fiber runs.
   AUTOBATCH_INTERNAL static Fiber* current();
   // Returns the current fiber, or null if it cannot be suspended here. A fiber cannot be suspended
   // inside a flush, autograd's engine, a transform or a mode, because each of these has one stack
-  // per thread. A fiber cannot be suspended in forward-mode AD that it has entered, because a
-  // process has only one level of forward-mode AD. While a cell is traced, no fiber can be
-  // suspended, because the trace would include ops of other fibers. A fiber that is being ended
-  // cannot be suspended either.
+  // per thread. A fiber that has entered forward-mode AD cannot be suspended, because a process has
+  // only one level of forward-mode AD. While a cell is traced, no fiber can be suspended, because
+  // the trace would include ops of other fibers. A fiber that is being ended cannot be suspended
+  // either.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
 
-  // Suspends this fiber until the tensors, which belong to this thread's scope, are real or lost.
-  // Raises the error through which a tensor was lost. `values_only`: see Scope::compute. Returns
-  // false if the fiber could not be suspended.
+  // Suspends this fiber until the tensors are computed. The tensors must belong to this thread's
+  // scope. If a tensor is lost, raises the error that caused the loss. `values_only`: see
+  // Scope::compute. Returns false if the fiber could not be suspended.
   bool wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
-  // Suspends this fiber until the host serves it: when all fibers wait and none waits for a value
-  // (FiberPool::serve_host), or by FiberPool::wake. Returns false if the fiber could not be
-  // suspended.
+  // Suspends this fiber until the host serves it (FiberPool::serve_host) or until FiberPool::wake
+  // is called. The host serves fibers when all fibers wait and none waits for a value. Returns
+  // false if the fiber could not be suspended.
   AUTOBATCH_INTERNAL bool wait_for_host();
 
   size_t index() const { return index_; }
-  // Unique among the fibers of a thread; never 0.
+  // Returns a number that no other fiber of the thread has. The number is never 0.
   uint64_t number() const { return number_; }
   void note_check() { has_checks_ = true; }
   // From now on this fiber is not suspended until it ends, so that no other fiber runs in between.
@@ -113,12 +115,12 @@ class Fiber {
 
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
-  // Switches to the pool, or directly to the fiber from next_served(). Returns when this fiber is
-  // resumed, or at once with kNot if the host cannot switch here.
+  // Switches to the pool, or directly to the fiber that next_served() returns. Returns when this
+  // fiber is resumed. If the host cannot switch at this point, returns kNot at once.
   virtual Left leave() = 0;
-  // Returns the suspended fiber to resume next, for a host that switches to it directly: one switch
-  // instead of two. The fiber counts as resumed from then on. Null: the host has to switch to the
-  // pool.
+  // Returns the suspended fiber to resume next. The host can switch to this fiber directly: that is
+  // one switch instead of two. The returned fiber is marked as resumed. If the result is null, the
+  // host has to switch to the pool.
   AUTOBATCH_INTERNAL Fiber* next_served();
   // Raises the exception that ends a fiber.
   [[noreturn]] virtual void raise_end() = 0;
@@ -132,68 +134,72 @@ class Fiber {
   FiberPool& pool_;
   size_t index_;
   uint64_t number_ = 0;
-  bool has_checks_ = false;  // stays set after the checks are done
+  bool has_checks_ = false;  // remains true after the checks are done
   State state_ = State::kRunning;
   bool ending_ = false;
   bool keeps_turn_ = false;
   bool values_only_ = false;
   // The thread-local state of the suspended fiber, if it differs from FiberPool::base_.
   std::optional<ThreadState> own_state_;
-  // The tensors that the fiber waits for. They are not stored on the fiber's stack, because the
+  // The tensors that the fiber waits for. The list is not stored on the fiber's stack, because the
   // host may move the stack while the fiber is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;
   std::exception_ptr error_;
 };
 
-// Runs the instances of one map, or instances that arrive one by one (serving.cpp), on one thread
-// and in that thread's scope.
+// Runs the instances of one map, or instances that arrive one by one (serving.cpp). All instances
+// run on one thread, in the scope of this thread.
 class FiberPool {
  public:
-  // At most `max_live` fibers exist at a time; 0: no limit.
+  // `max_live`: the largest number of fibers that exist at a time; 0: no limit.
   AUTOBATCH_INTERNAL FiberPool(Scope& scope, size_t max_live);
   virtual ~FiberPool() = default;
   FiberPool(const FiberPool&) = delete;
   FiberPool& operator=(const FiberPool&) = delete;
 
-  // Runs until all instances have ended. Raises an interruption, or an error of `next` or
-  // `serve_host`; no fiber is left then.
+  // Runs until all instances have ended. Raises an interruption, or an error that `next` or
+  // `serve_host` has raised. In this case all fibers have been ended.
   AUTOBATCH_INTERNAL void run();
 
   // --- instances that arrive one by one (serving.cpp) ---
 
-  // Starts the fiber. Returns when it waits or has ended.
+  // Starts the fiber. Returns when the fiber waits or has ended.
   AUTOBATCH_INTERNAL void start(std::unique_ptr<Fiber> fiber);
   // Runs batches for about `bound`, then resumes the fibers whose values are computed. Returns
-  // false if no fiber waits for values. The error of an op is raised in the fibers that wait for
-  // tensors lost to it. Raises only an interruption, because it concerns all fibers.
+  // false if no fiber waits for values. If an op fails, its error is raised in the fibers that wait
+  // for the lost tensors. serve_slice() itself raises only interruptions, because an interruption
+  // concerns all fibers.
   AUTOBATCH_INTERNAL bool serve_slice(std::chrono::nanoseconds bound);
-  // Resumes the fiber if it waits for the host, else returns false.
+  // If the fiber waits for the host, resumes it. Otherwise returns false.
   AUTOBATCH_INTERNAL bool wake(size_t index);
   // Ends the fiber where it is suspended. The other fibers keep running.
   AUTOBATCH_INTERNAL void end_one(size_t index);
   size_t num_live() const { return fibers_.size(); }
-  // The total time spent in slices, and in the code of instances.
+  // Return the total time spent in slices, and the total time spent in the code of instances.
   std::chrono::nanoseconds in_slices() const { return in_slices_; }
   std::chrono::nanoseconds in_fibers() const { return in_fibers_; }
 
  protected:
-  // Returns the fiber of the next instance, not started yet; null if there are no more.
+  // Returns a fiber for the next instance, which is not started yet. Returns null if there are no
+  // more instances.
   virtual std::unique_ptr<Fiber> next() = 0;
-  // Starts or resumes the fiber. Returns when Fiber::current() was suspended (false) or has ended
-  // (true). The current fiber may differ from `fiber`, because the host may switch between fibers
-  // directly.
+  // Starts or resumes the fiber. Returns false when Fiber::current() was suspended, and true when
+  // it has ended. Fiber::current() may differ from `fiber`, because the host may switch between
+  // fibers directly.
   virtual bool enter(Fiber& fiber) = 0;
-  // Resumes a suspended fiber, in which Fiber::leave returns Left::kToEnd. Returns whether the
-  // fiber has ended.
+  // Resumes a suspended fiber in order to end it: Fiber::leave returns Left::kToEnd in this fiber.
+  // Returns whether the fiber has ended.
   virtual bool end(Fiber& fiber) = 0;
   // Serves the fibers that called wait_for_host.
   virtual void serve_host(at::ArrayRef<Fiber*> waiting) { (void)waiting; }
 
-  // Must be called when an instance failed. As in a loop, no later instance continues. Earlier
-  // instances continue, because they may fail too, and a loop would have raised their error.
+  // Must be called when an instance has failed. As in a loop, no later instance continues. Earlier
+  // instances continue. If an earlier instance fails too, its error is raised instead, because a
+  // loop raises the first error.
   void stop_at(size_t index) { stop_ = std::min(stop_, index); }
   Scope& scope() { return scope_; }
-  // The instances that have ended and had deferred checks: index, and number of the fiber.
+  // Returns the ended instances that had deferred checks. An entry is the index of the instance and
+  // the number of its fiber.
   const std::vector<std::pair<size_t, uint64_t>>& checked() const { return checked_; }
 
  private:
@@ -215,7 +221,7 @@ class FiberPool {
   Scope& scope_;
   Scope::MapMark mark_{scope_};
   size_t max_live_;
-  Fiber* outer_;        // the fiber that runs this pool; null: none
+  Fiber* outer_;        // the fiber that runs this pool; null if no fiber does
   ThreadState base_;    // state of the code that runs this pool
   bool in_forward_ad_;  // whether the code that made this pool is in forward-mode AD
   std::vector<std::unique_ptr<Fiber>> fibers_;
@@ -224,7 +230,7 @@ class FiberPool {
   bool exhausted_ = false;
   std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
-  std::string reason_, site_;                // of the first fiber to wait since all were resumed
+  std::string reason_, site_;                // of the first fiber that waits since the last resume
   std::optional<Scope::LossesKept> losses_;  // set by serve_slice
   size_t failed_slices_ = 0;                 // failed slices whose errors losses_ keeps
   std::chrono::nanoseconds in_slices_{0}, in_fibers_{0};

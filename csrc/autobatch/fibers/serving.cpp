@@ -1,5 +1,6 @@
-// Serves fibers that arrive one by one and need not wait for all others. A slice runs a part of the
-// pending nodes. After each slice the fibers whose values are computed are resumed.
+// Serves fibers that arrive one by one. A fiber can resume while other fibers still run. A slice
+// runs a part of the pending nodes. After each slice, every fiber is resumed whose values are
+// computed.
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/fibers/fibers.h"
 
@@ -9,11 +10,11 @@
 namespace autobatch {
 namespace {
 
-// Number of slices with failures for which the errors of lost tensors are kept. The errors are then
-// dropped, because each holds the stack frames that it passed through.
+// The errors of lost tensors are stored until this number of slices has failed. Then the errors are
+// freed, because each error holds references to the stack frames of its traceback.
 constexpr size_t kMostFailed = 32;
 
-// Adds the time of its lifetime to `sum`.
+// Measures the time from construction to destruction, and adds it to `sum`.
 class Timer {
  public:
   explicit Timer(std::chrono::nanoseconds& sum) : sum_(sum) {}
@@ -47,7 +48,7 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   for (const auto& fiber : fibers_) {
     if (!waits(fiber) || (ran && !has_values(*fiber))) continue;
     ready.push_back(fiber.get());
-    // If no batch was ready although fibers wait, all tensors of these fibers are computed now.
+    // If no batch was ready, all tensors that the waiting fibers need are computed now.
     if (!ran || !fiber->values_only_) to_compute.push_back(fiber.get());
   }
   if (!to_compute.empty()) {
@@ -64,7 +65,7 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   return true;
 }
 
-// Returns false if nothing was ready.
+// Returns false if no batch was ready.
 bool FiberPool::run_slice(std::chrono::nanoseconds bound) {
   const Timer timer(in_slices_);
   bool ran = false;
@@ -80,8 +81,8 @@ bool FiberPool::run_slice(std::chrono::nanoseconds bound) {
   return ran;
 }
 
-// Whether all tensors that the fiber waits for are computed, or one is lost. In the latter case
-// sets the fiber's error.
+// Whether the fiber can be resumed: all tensors that it waits for are computed, or one of them is
+// lost. If a tensor is lost, sets the fiber's error.
 bool FiberPool::has_values(Fiber& fiber) const {
   for (const PendingTensor* tensor : fiber.wanted_) {
     if (tensor->is_lost()) {

@@ -24,11 +24,12 @@ namespace {
 
 namespace ctx = boost::context;
 
-// Thrown to end a body. Not a std::exception, so that the body's handlers of std::exception do not
-// catch it.
+// The exception that ends a body. The type is not derived from std::exception. So a body that
+// catches std::exception does not catch this exception.
 struct Ended {};
 
-// The range of a stack. AddressSanitizer has to be notified of each change of the stack.
+// The memory range of a stack. AddressSanitizer must be told the new range at each switch to
+// another stack.
 struct Stack {
   const void* bottom = nullptr;
   size_t size = 0;
@@ -59,8 +60,8 @@ Stack stack_of_thread() {
   return stack;
 }
 
-// Allocates stacks with a guard page below them. Boost's own allocators with guard pages are in a
-// part of Boost.Context that cannot be linked into a shared library.
+// Allocates stacks with a guard page below them. Boost.Context has allocators with guard pages too,
+// but the library that contains them cannot be linked into a shared library.
 class StackAllocator {
  public:
   explicit StackAllocator(size_t size) {
@@ -99,7 +100,7 @@ class ContextFiber final : public StackFiber {
                          arrive(nullptr);
                          hub_ = std::move(hub);
                          run();
-                         leave_stack(nullptr, hub_stack_);  // final switch
+                         leave_stack(nullptr, hub_stack_);  // the last switch of this fiber
                          return std::move(hub_);
                        });
   }
@@ -116,7 +117,7 @@ class ContextFiber final : public StackFiber {
   }
 
  private:
-  // The stack that this thread runs on.
+  // Returns the stack on which this thread runs.
   static Stack& stack_here() {
     static thread_local Stack stack = stack_of_thread();
     return stack;

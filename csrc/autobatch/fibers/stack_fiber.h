@@ -1,4 +1,4 @@
-// Fibers of C++ functions. Each has a stack of its own (Boost.Context).
+// Fibers that run C++ functions. Each fiber has a separate stack (Boost.Context).
 #pragma once
 
 #include "autobatch/fibers/fibers.h"
@@ -13,11 +13,11 @@ namespace autobatch {
 class StackFiber : public Fiber {
  public:
   using Fiber::Fiber;
-  // Starts or resumes the function; with `to_end`, ends it where it is suspended. Returns when the
-  // function was suspended (false) or has ended (true).
+  // Starts or resumes the function. If `to_end` is true, ends the function at the point where it is
+  // suspended. Returns false when the function was suspended, and true when it has ended.
   virtual bool go(bool to_end) = 0;
 
-  std::exception_ptr error;  // exception that the function threw
+  std::exception_ptr error;  // the exception that the function has thrown, or null
 };
 
 // A pool of StackFibers.
@@ -26,7 +26,7 @@ class StackFiberPool : public FiberPool {
   using FiberPool::FiberPool;
 
  protected:
-  // Called when a fiber has ended by itself, not through `end`.
+  // Called when a fiber has ended by itself, and was not ended by `end`.
   virtual void ended(StackFiber& fiber) = 0;
 
  private:
@@ -45,8 +45,8 @@ constexpr size_t kLeastStack = size_t{1} << 14;  // bytes
 
 // Whether the library was built with Boost.Context.
 bool has_stack_fibers();
-// Throws if the library was built without Boost.Context. `stack_size`: bytes of address space,
-// kLeastStack at least.
+// Makes a fiber that runs `body`. Throws if the library was built without Boost.Context.
+// `stack_size`: bytes of address space, at least kLeastStack.
 std::unique_ptr<StackFiber> make_stack_fiber(FiberPool& pool, size_t index,
                                              std::function<void()> body, size_t stack_size);
 

@@ -80,8 +80,8 @@ ContextGuard::ContextGuard(const DispatchContext& context)
     target.autocast_cuda_dtype = before_.autocast_cuda_dtype;
   }
   set_autocast(target);
-  // The autocast cache finds casts of weights by tensor object. It would never find a weight of a
-  // batch, because these weights are views made for one call.
+  // The autocast cache finds casts of weights by tensor object. The cache would never find a weight
+  // of a batch, because the weights of a batch are views made for one call.
   at::autocast::set_autocast_cache_enabled(false);
   if (context.inference_mode) inference_.emplace(true);
 }

@@ -1,6 +1,6 @@
 // The dispatch context that an op was called in: grad mode, inference mode, autocast, default
-// dtype. The context is stored with every signature and restored when a batch of the signature
-// runs, whatever triggered the flush.
+// dtype. The context is stored with every signature. Before a batch of the signature runs, the
+// context is restored, regardless of the code that triggered the flush.
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
@@ -40,8 +40,9 @@ struct CallContext {
   explicit CallContext(const CaptureState& state);
 };
 
-// While a guard lives, the thread's state is `context`, except for grad mode: the executor decides
-// whether a call is recorded. The thread's state must be clean before (CleanState in flush.cpp).
+// While the guard exists, the thread's state is `context`, except for grad mode. The executor
+// decides whether autograd records a call. Before the guard is created, the thread's state must be
+// clean (CleanState in flush.cpp).
 class ContextGuard {
  public:
   explicit ContextGuard(const DispatchContext& context);

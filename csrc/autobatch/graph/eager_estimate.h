@@ -1,6 +1,6 @@
-// Lower bound of the time that eager mode takes for the ops of a flush, without the time that
-// Python takes to call them. For each signature, one member of a batch is run separately and
-// timed, and its results are thrown away.
+// A lower bound of the time that eager mode needs for the ops of a flush. The time that Python
+// needs to call the ops is not included. For each signature, one member of a batch is run
+// separately and timed, and its results are dropped.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>

@@ -1,10 +1,10 @@
-// Progress of a graph: which nodes have run, and how many operands each waiting node still misses.
-// The progress is kept from the first read of a block on. So the cost of a read depends on the
-// nodes that the read runs, and not on the other pending nodes.
+// The progress of a graph: which nodes have run, and how many operands each waiting node still
+// needs. Because the progress is kept from the first read of a block on, the cost of a read depends
+// only on the nodes that the read runs.
 //
-// Each node is visited once after it was captured and once when it is run. Each value has a list of
-// its reads (Tape::uses). The list shows which nodes become ready when a node is run, and whether a
-// waiting node still reads a result.
+// Each node is visited twice: after it was captured, and when it is run. Each value has a list of
+// its reads (Tape::uses). The list of reads shows which nodes become ready when a node is run, and
+// whether a waiting node still reads a result.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -31,8 +31,8 @@ struct Graph::Progress {
   uint64_t round = 1;  // of slices
   std::vector<NodeId> stack;
 
-  // Graph inputs that the computed nodes have read, perhaps with duplicates. Used only for an open
-  // record without gradients, which does not need these inputs again.
+  // Graph inputs that the computed nodes have read, possibly with duplicates. Only an open record
+  // without gradients uses this list, because such a record does not need the inputs again.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
   size_t ran = 0;  // nodes run since `inputs` was last reviewed

@@ -49,9 +49,9 @@ bool is_given_away(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (exported().has(storage)) return true;
   // PyTorch marks the storage as not resizable, and never removes the mark. Parameters are usually
-  // given away only for inspection, all of them at once. The foreign array holds the storage. So a
-  // parameter whose storage has no other reference is safe again. Other marked tensors are mostly
-  // buffers.
+  // given away only for inspection, all of them at once. The foreign array holds a reference to the
+  // storage. If a parameter's storage has no other reference, the array is gone, and the parameter
+  // is safe again. Other marked tensors are mostly buffers.
   if (storage.resizable()) return false;
   return !tensor.requires_grad() || storage.use_count() > 1;
 }
@@ -73,8 +73,8 @@ bool owns_memory(const at::Tensor& tensor) {
 void note_given_away(const at::Tensor& tensor, bool unmarked) {
   if (!has_host_memory(tensor.device()) || !tensor.has_storage()) return;
   if (unmarked) exported().add(tensor.storage());
-  // Eager's backward reads the content that saved tensors have when backward runs. Because of the
-  // noted alias, this library's backward also checks for such writes.
+  // Eager's backward reads the content that saved tensors have when backward runs. The alias is
+  // noted so that this library's backward also checks for writes through foreign code.
   if (unmarked || tensor.storage().use_count() > 1) note_alias(tensor);
 }
 

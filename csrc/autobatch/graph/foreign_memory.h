@@ -1,6 +1,6 @@
 // Memory that code outside PyTorch may write to without an op. Such memory belongs to NumPy, to
-// dlpack or to the user, or it is memory of PyTorch that was given to such code ("given away"). No
-// event reports such a write.
+// dlpack or to the user, or it is memory of PyTorch that was given to such code ("given away").
+// PyTorch does not notice a write by such code.
 #pragma once
 
 #include "autobatch/export.h"
@@ -12,8 +12,8 @@ namespace autobatch {
 class Graph;
 struct GraphInput;
 
-// Whether foreign code may write to the memory. Returns false if, as far as can be determined, no
-// array that shares the memory is left.
+// Whether foreign code may write to the memory. Returns false if no array that shares the memory
+// seems to be left.
 bool is_given_away(const at::Tensor& tensor);
 // Whether only ops write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);

@@ -17,7 +17,7 @@
 namespace autobatch {
 namespace {
 
-// Returns the same as tensor.const_data_ptr(), but without its checks. The function must be fast,
+// Returns tensor.const_data_ptr() without the checks of that function. The function must be fast,
 // because each call of a cell compares the addresses of all of its weights.
 const void* address_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -37,8 +37,8 @@ bool wants_gradient(const at::Tensor& tensor) {
 // change it.
 bool still_holds(const GraphInput& input) {
   const at::Tensor& tensor = input.tensor;
-  // After a write the tensor is another graph input. Ops that read the old content have run by
-  // then.
+  // After a write, the tensor becomes another graph input. The ops that read the old content have
+  // already run at that time.
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
   if (input.is_copy) return is_as_copied(tensor, input.data);
@@ -57,7 +57,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
 }
 
-// Sizes of the last graph that this thread has flushed: the next graph likely has the same size.
+// Sizes of the last graph that this thread has flushed. The next graph probably has the same size.
 struct TapeSizes {
   size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
@@ -135,7 +135,7 @@ bool has_expanded_dims(const Geometry& geometry) {
   return std::count(strides.begin(), strides.end(), 0) != 0;
 }
 
-// Whether elements share memory and need separate memory. Expanded indices and masks do not.
+// Whether elements share memory and need separate memory. Expanded indices and masks need none.
 bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
   if (!geometry.overlapping) return false;
   return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
@@ -153,7 +153,7 @@ bool Graph::describe_graph_input(const at::Tensor& tensor, Value& value) const {
 
 ValueId Graph::weight_value_of(const at::Tensor& tensor) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  // While gradients are recorded, a tensor that requires grad has a history of its own.
+  // While gradients are recorded, a tensor that requires grad has its own history.
   const bool is_distinct = tensor.requires_grad() && c10::GradMode::is_enabled();
   const bool is_known = as_pending(impl) != nullptr || graph_input_index_.count(impl) != 0;
   if (is_distinct || is_known) return value_of(tensor, true);
@@ -187,7 +187,8 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     input.is_copy = true;
-    // Keeps the order of the dimensions, which elementwise results of the tensor have too.
+    // The copy keeps the order of the dimensions, because elementwise results of the tensor have it
+    // too.
     input.data = tensor.detach().clone(at::MemoryFormat::Preserve);
     input.given = geometry;
     geometry = geometries_->intern(tensor.sizes(), input.data.strides());
@@ -198,8 +199,8 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
     input.version = input.counter.current_version();
     input.counted = true;
   }
-  // Weights are not copied, because they may be large. They need no copy: aliases of a weight are
-  // written to only between steps.
+  // Weights are not copied, because they may be large. A copy is not needed: programs write to
+  // aliases of a weight only between steps.
   if (!input.is_copy && !weight && may_change_unseen(tensor)) {
     input.as_read = copy_as_read(input.data);
   }
@@ -398,9 +399,9 @@ void Graph::bury_orphans() {
 
 namespace {
 
-// Parameters have their own serials, apart from a program's data. So the parameters of a model have
-// the same serials in each block, at least as a set. Therefore signatures, schedules and cached
-// calls that depend on these serials are found again.
+// Parameters are numbered separately from a program's data. Therefore the parameters of a model
+// have the same set of serials in each block. Signatures, schedules and cached calls that depend on
+// these serials are found again.
 uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
 
 uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }

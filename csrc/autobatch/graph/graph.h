@@ -1,5 +1,5 @@
 // The deferred graph: nodes (captured ops), values (their results, views of them, and graph
-// inputs), and interned geometry. All are in arenas and addressed by index. This file runs no op.
+// inputs), and interned geometry. All are stored in arenas and addressed by index. No op runs here.
 #pragma once
 
 #include "autobatch/common/pool.h"
@@ -31,8 +31,8 @@ using NodeId = uint32_t;
 using ValueId = uint32_t;
 inline constexpr uint32_t kNone = 0xffffffffu;
 
-// Sizes and strides (in elements) of a strided tensor, interned: two values have the same geometry
-// exactly if the pointers are equal. Lives as long as its GeometryTable.
+// Sizes and strides (in elements) of a strided tensor. Geometries are interned: two values have the
+// same geometry exactly if the pointers are equal. The GeometryTable owns its geometries.
 struct Geometry {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
@@ -41,8 +41,8 @@ struct Geometry {
   bool contiguous = true;    // row-major; strides of dimensions of size 1 do not count
   bool overlapping = false;  // two indices reach the same element (stride 0, unfold)
   // The row-major geometry of the same sizes if the dimensions are laid out in row-major order
-  // (gaps allowed), else this geometry itself. Eager's elementwise kernels return results of this
-  // geometry, so signatures depend on it.
+  // (gaps allowed), else this geometry itself. Eager's elementwise kernels return results with the
+  // canonical geometry, so signatures depend on it.
   const Geometry* canonical = nullptr;
   const Geometry* next = nullptr;  // next entry of the table with the same hash
 
@@ -60,8 +60,8 @@ class GeometryTable {
   ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash: head of a chain (next)
 };
 
-// How a view was made, as far as this affects writes through the view. The order of the kinds
-// matters: a view of a view has the larger kind.
+// How a view was made. The kind decides the effects of a write through the view. The order of the
+// kinds matters: a view of a view has the larger of the two kinds.
 enum class ViewKind : uint8_t {
   kPlain,
   kOneOfSeveral,  // from `split` or `unbind`: eager rejects a write to it that autograd records
@@ -94,9 +94,9 @@ struct Value {
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
 };
 
-// Maps the elements of a view to elements of the value `of` behind it. Elements of `of` share
-// memory (`expand`), so addresses do not identify them. `geometry` and `offset` place the view in a
-// contiguous tensor with the sizes of `of`.
+// Maps the elements of a view to elements of the value `of` that it is a view of. Elements of `of`
+// share memory (`expand`), so an address does not identify an element. `geometry` and `offset`
+// describe the view in a contiguous tensor with the sizes of `of`.
 struct ElementMap {
   ValueId of = kNone;
   const Geometry* geometry = nullptr;
@@ -137,12 +137,12 @@ struct Node {
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
-// A tensor that the graph reads and did not make. The graph holds the tensor, so that the index
-// identifies it: the address of a freed tensor could be reused.
+// A tensor that the graph reads and did not make. The graph holds the tensor, so that the tensor is
+// identified by the index. (The address of a freed tensor could be reused.)
 struct GraphInput {
   at::Tensor tensor;  // user's tensor; reset if its history comes to depend on the flush
-  // What ops read: a detached alias, or a copy if the memory is foreign (foreign_memory.h) or if
-  // elements share memory (except indices and masks).
+  // The tensor that ops read: a detached alias, or a copy. A copy is made if the memory is foreign
+  // (foreign_memory.h) or if elements share memory (except indices and masks).
   at::Tensor data;
   bool is_copy = false;  // `data` does not share the memory of `tensor`
   bool is_odd = false;   // elements share memory without a stride of 0 (`unfold`): left to eager
@@ -162,7 +162,7 @@ struct GraphInput {
   ValueId value = kNone;
 };
 
-// A captured write: the region of memory holds the value `source` from then on.
+// A captured write. From this write on, the region of memory holds the value `source`.
 struct Write {
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
@@ -175,7 +175,7 @@ struct Memory {
   ValueId content = kNone;        // value of the whole memory, without `writes`
   std::vector<Write> writes;      // later writes to parts of the memory; no two overlap
   std::vector<ValueId> contents;  // present and former values of `content`
-  // By view of the base: the corresponding view of `content`.
+  // For each view of the base: the corresponding view of `content`.
   std::unordered_map<ValueId, ValueId> views;
   ValueId written = 0;   // values from this id on were added after the last write
   uint32_t version = 0;  // number of writes
@@ -189,17 +189,17 @@ struct Tape {
   PooledVector<ValueId> operands;  // kNone: omitted optional tensor
   PooledVector<Use> uses;          // by index into `operands`; filled at reads (flush_progress.cpp)
   std::vector<GraphInput> graph_inputs;
-  // By content of a written memory: number of nodes at its last write. The content that earlier
-  // nodes read is gone. Backward of these nodes raises an error if eager saves the operand.
+  // By content of a written memory: the number of nodes at its last write. The content that earlier
+  // nodes read is gone, so their backward raises an error if eager saves the operand.
   std::unordered_map<ValueId, NodeId> written_at;
-  // By last content of a written memory: version of its tensors.
+  // By last content of a written memory: the version of the tensors on this memory.
   std::unordered_map<ValueId, uint32_t> versions;
   std::unordered_map<ValueId, ElementMaps> element_maps;  // by view
 
   const ElementMap* find_element_map(ValueId id, ValueId of) const;
-  // Returns the value that identifies the elements of `id`, whose elements share memory. This is
-  // the outermost value with shared elements of which `id` is a view that contains each element at
-  // most once. Returns `id` itself if there is no such value.
+  // Elements of `id` share memory. Returns the value whose elements identify the elements of `id`:
+  // the outermost value with shared elements of which `id` is a view without repeated elements.
+  // Returns `id` itself if there is no such value.
   ValueId counted_in(ValueId id) const;
   // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
   bool knows_elements(ValueId view, ValueId of) const {
@@ -267,8 +267,8 @@ class Graph {
   bool empty() const { return tape_.nodes.empty(); }
   const Value& value(ValueId id) const { return tape_.values[id]; }
 
-  // Returns the value of an argument: what a pending tensor stands for now, or a graph input. The
-  // graph input is added if the tensor is new or has changed.
+  // Returns the value that the argument stands for. An ordinary tensor stands for a graph input.
+  // The graph input is added if the tensor is new or has changed.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
   // Identifies the current numbering of values, unique across graphs. Changes with the value ids.
   uint64_t numbering() const { return numbering_; }
@@ -280,12 +280,12 @@ class Graph {
   // Fills in the metadata of the value that `tensor` would get as a graph input. Returns false if
   // the graph input would be a copy, or if the tensor is stale.
   bool describe_graph_input(const at::Tensor& tensor, Value& value) const;
-  // Like value_of, but gives tensors over the same memory one value: `W.t()` in each instance makes
-  // a new tensor object every time. In grad mode, tensors that require grad stay distinct.
+  // Like value_of, but returns one value for all tensors over the same memory, because each `W.t()`
+  // makes a new object. In grad mode, tensors that require grad stay distinct.
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  // Takes the gradient edge of the value's graph input, if any, when a recorded op reads the value.
-  // At the flush it is too late: gradient_edge() may raise eager's error about a view without base.
+  // Takes the gradient edge of the value's graph input, if any. Call this when a recorded op reads
+  // the value; at the flush, gradient_edge() may raise eager's error about a view without base.
   void need_gradient(ValueId id);
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
@@ -318,10 +318,10 @@ class Graph {
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
   // Must be called when all memories are settled: each tensor stands for its memory's content.
   void forget_memories() { memories_.clear(); }
-  // Whether `id` is a pending result, or a view of one, that has no gradient, was not written to,
-  // and has no other live tensor on its memory. The result's op reads only graph inputs or nothing.
+  // Whether `id` is a pending result, or a view of one, without a gradient, a captured write, or
+  // another live tensor on its memory. The result's op must read only graph inputs or nothing.
   bool is_fresh(ValueId id) const;
-  // Returns the value that the memory of `id` holds now; `id` itself if nothing was written there.
+  // Returns the value that the memory of `id` holds now. Returns `id` if nothing was written there.
   // Writes that overlap `id` in part must have been assembled (deferred_writes.h).
   ValueId current(ValueId id);
   // Returns current(id) if no write to a part of its memory is recorded, else kNone.
@@ -341,7 +341,7 @@ class Graph {
     const auto found = memories_.find(value.base);
     return found == memories_.end() ? value.requires_grad : found->second.requires_grad;
   }
-  // While a guard lives, pending tensors stand for their own values, without regard to writes.
+  // While a guard exists, each pending tensor stands for its own value, and writes are ignored.
   class RawGuard {
    public:
     explicit RawGuard(Graph& graph) : graph_(graph), before_(std::exchange(graph.raw_, true)) {}
@@ -389,20 +389,20 @@ class Graph {
 
   // --- parts that are computed while the rest waits (flush_progress.cpp) ---
 
-  // Selects nodes to run, in order: the nodes that the targets need, and all nodes with the
-  // signature of a needed node that depend on no unselected node. The latter nodes fit into the
-  // same batches now. Later they would need separate batches. Without targets, selects all
-  // reachable nodes. Unreachable nodes become kGone. Takes time proportional to the selected nodes
-  // and the changes since the last read.
+  // Selects the nodes that the targets need. Also selects each node that has the signature of a
+  // needed node and depends on no unselected node. (The node fits into a batch now, and would need
+  // a separate batch later.) Without targets, selects all reachable nodes. Unreachable nodes become
+  // kGone. The result is in capture order. The time is proportional to the numbers of selected
+  // nodes and of changes since the last read.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
-  // Selects at least `least` ready nodes (operands computed or selected), if there are that many:
-  // all nodes of one signature at a time, the signature with the most ready nodes first.
+  // Selects at least `least` ready nodes (operands computed or selected), or all if there are
+  // fewer. Repeatedly takes all nodes of one signature: the signature with the most ready nodes.
   std::vector<NodeId> choose_ready(size_t least);
   // Selects nodes that run in about the time that `costs` allows. In each round every signature has
-  // one turn, the signature with the most ready nodes first. A turn takes all ready nodes of the
-  // signature or, if these take too long, the ones that were ready first. So a node runs at the
-  // latest in the round after it became ready. If its signature's turn has no room for it, it runs
-  // as soon as the nodes that were ready earlier have run.
+  // one turn. The signature with the most ready nodes is first. A turn selects the ready nodes of
+  // the signature, the earliest first, until no time is left. A node normally runs at the latest in
+  // the round after it became ready. If its signature's turn has no time for the node, it runs
+  // right after the nodes that became ready earlier.
   std::vector<NodeId> choose_slice(SliceCosts& costs);
   // Number of nodes still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
@@ -412,15 +412,15 @@ class Graph {
   bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
   // Marks the nodes `ran` of `chosen` as computed: their results are stored in the open record's
-  // slabs, where later nodes may read them. `all` means that no node failed, so the remaining
-  // chosen nodes are not needed (their work is part of other nodes).
+  // slabs, where later nodes may read them. If `all` is true, no node failed, and the other chosen
+  // nodes are not needed, because nodes in `ran` do their work.
   void note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all);
   // Releases the memory of a computed result if no tensor and no waiting node refers to it.
   void review(ValueId base);
   // Record of the computed nodes that stay in the graph (incremental_flush.h), or null.
   const std::shared_ptr<FlushRecord>& open_record() const { return open_record_; }
   void set_open_record(std::shared_ptr<FlushRecord> record) { open_record_ = std::move(record); }
-  // While a loan lives, the open record has the tape. Only detach() may be called on the graph.
+  // While a loan exists, the open record owns the tape. Only detach() may be called on the graph.
   class Loan {
    public:
     Loan(Graph& graph, Tape& to);
@@ -433,9 +433,9 @@ class Graph {
   };
   bool is_lent() const { return lent_to_ != nullptr; }
 
-  // Moves the computed nodes, and the nodes chosen for the targets, out of the graph. The rest
-  // keeps its ids. Written memory must have been settled (deferred_writes.h). Takes time
-  // proportional to the part that moves.
+  // Moves the computed nodes, and the nodes chosen for the targets, out of the graph. The other
+  // nodes keep their ids. Written memory must have been settled (deferred_writes.h). The time is
+  // proportional to the size of the moved part.
   Split split(at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> chosen,
               SignatureTable& signatures);
   // Moves the whole graph.
@@ -484,8 +484,8 @@ class Graph {
   size_t num_finished_ = 0;                       // nodes in state kComputed or kGone
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
-  // Tensors that died on another thread, each kept by a weak reference, and the values that they
-  // stood for.
+  // Weak references to tensors that died on another thread, and the values that these tensors stood
+  // for.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
   uint32_t next_trained_ = 0;  // for graph inputs that require grad

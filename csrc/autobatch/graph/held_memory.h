@@ -39,7 +39,7 @@ class HeldMemories {
   std::vector<HeldMemory>::const_iterator begin() const { return all_.begin(); }
   std::vector<HeldMemory>::const_iterator end() const { return all_.end(); }
 
-  // Permanently gives up every HeldMemory::kept: nothing will read the memories any more.
+  // Releases every HeldMemory::kept permanently, because nothing will read the memories any more.
   void release();
   // Sets HeldMemory::kept for this storage, in the records of all threads.
   static void keep(const c10::Storage& storage);

@@ -8,7 +8,7 @@
 
 namespace autobatch {
 
-// Tables that graphs and records share. Values point to geometries, nodes to signatures.
+// Tables that graphs and records share. Values point to geometries, and nodes point to signatures.
 struct InternTables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;

@@ -19,7 +19,7 @@ struct Override {
   Action action;
 };
 
-// Ops for which the schema alone would give a wrong action, or a slower one than necessary.
+// Ops for which the schema alone would give a wrong action or an unnecessarily slow one.
 constexpr Override kOverrides[] = {
     // Ops that write to running statistics, which their schemas do not declare.
     {"aten::batch_norm", Action::kMutate},
@@ -63,7 +63,8 @@ constexpr Override kOverrides[] = {
     {"aten::new_full", Action::kFactory},
     {"aten::new_empty", Action::kFactory},
     {"aten::new_empty_strided", Action::kFactory},
-    // Ops that may return their argument or views of it. Not all of their schemas declare this.
+    // Ops that may return their argument or views of it. Some of their schemas do not declare this
+    // result.
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
     {"aten::conj_physical", Action::kDecompose},
@@ -109,7 +110,7 @@ constexpr Override kOverrides[] = {
     {"aten::lift_fresh", Action::kAtOnce},
 };
 
-// Ops whose batching pays even if every argument is an ordinary tensor. A frozen model under
+// Ops that are worth batching even if every argument is an ordinary tensor. A frozen model under
 // no_grad must batch like a trained one, and C++ cannot distinguish a parameter from other tensors.
 constexpr std::string_view kAlwaysDefer[] = {
     "aten::mm",    "aten::matmul", "aten::addmm",  "aten::bmm",       "aten::baddbmm",
@@ -195,8 +196,8 @@ std::string functional_name(const std::string& name) {
   return name.ends_with("_") ? name.substr(0, name.size() - 1) : "";
 }
 
-// Whether the op, called with the arguments of `in_place`, returns what `in_place` writes to
-// argument 0.
+// Whether the op returns the same values that `in_place` writes to argument 0, when both are called
+// with the same arguments.
 bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& in_place) {
   if (!op.hasSchema() || op.schema().is_mutable()) return false;
   const auto& ours = in_place.schema().arguments();

@@ -1,5 +1,5 @@
-// What capture does with each op: a table of overrides, and defaults derived from the schema for
-// all other ops.
+// The way in which each op is captured. A table contains overrides. For all other ops, the defaults
+// are derived from the schema.
 #pragma once
 
 #include "autobatch/export.h"
@@ -19,17 +19,18 @@ enum class Action : uint8_t {
   kDefer,     // becomes a node
   kView,      // address arithmetic on a pending tensor
   kMetadata,  // reads sizes or types only: runs on the pending tensor without a flush
-  // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. Otherwise the op runs
-  // at once, with a stand-in for a pending argument.
+  // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. If the result is not
+  // plain, the op runs at once, with a stand-in for a pending argument.
   kFactory,
   kDecompose,  // composite op that may return its argument: the ops that it calls are captured
   kAtOnce,     // needs values, or has effects: its arguments are computed, then it runs
-  // Writes to an argument. The write is deferred if `OpInfo::write` says what the op writes
-  // (deferred_writes.h). Otherwise like kAtOnce, but pending readers of the memory run first.
+  // Writes to an argument. The write is deferred if `OpInfo::write` tells the written value
+  // (deferred_writes.h). Any other write is handled like kAtOnce, but pending readers of the memory
+  // run first.
   kMutate,
 };
 
-// What an in-place op writes to its argument 0.
+// The values that an in-place op writes to its argument 0.
 enum class WriteKind : uint8_t {
   kNone,     // not deferred: writes to other memory too, or has no functional counterpart
   kZero,     // zeros

@@ -30,9 +30,9 @@ c10::DispatchKeySet pending_keys(c10::Device device) {
   return is_inference ? keys : keys | c10::getAutogradRelatedKeySetFromBackend(backend);
 }
 
-// While the guard lives, new tensors have no autograd keys and no version counter, which is a
-// separate allocation. A pending tensor gets its keys from look_like and its version counter from
-// become.
+// While the guard exists, new tensors get no autograd keys and no version counter. (A version
+// counter is a separate allocation.) A pending tensor gets its keys from look_like and its version
+// counter from become.
 class AsInference {
  public:
   AsInference() : before_(state().get_inference_mode()) { state().set_inference_mode(true); }
@@ -184,9 +184,9 @@ void PendingTensor::require_data() const {
 }
 
 // A profiler that records the arguments of ops calls this function in the middle of a record. A
-// nested record or an exception would break the profiler's lists of arguments. Then the process
-// would end, or the profile would be lost. So nothing is recorded here and errors are dropped: the
-// op raises them later.
+// nested record or an exception would break the profiler's lists of arguments, and the process
+// would end or the profile would be lost. Therefore nothing is recorded here, and errors are
+// dropped. The op raises the errors later.
 bool PendingTensor::has_storage() const {
   if (!is_pending() && lost_ == nullptr) return c10::TensorImpl::has_storage();
   if (!profiler_records_arguments()) {

@@ -1,5 +1,5 @@
-// The tensor object that a captured op returns: exact metadata, no data yet. The flush turns the
-// same object into an ordinary tensor, so all references that the user holds stay valid.
+// The tensor object that a captured op returns, with exact metadata and no data yet. The flush
+// turns the same object into an ordinary tensor, so all references that the user holds stay valid.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -33,16 +33,16 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
 
   // --- for the graph, which holds no strong references to its tensors ---
 
-  // Takes a weak reference for the graph, until the graph has detached the tensor or the tensor is
-  // no longer pending. The last strong reference may be dropped on any thread while the graph's
-  // thread uses the tensor.
+  // Makes the graph hold a weak reference until it has detached the tensor or the tensor is no
+  // longer pending. The last strong reference may be dropped on any thread while the graph's thread
+  // uses the tensor.
   void keep_memory();
   // Returns a strong reference, or null if no strong reference is left.
   c10::intrusive_ptr<PendingTensor> hold();
   // Removes the tensor from its graph and returns the graph. Later calls return null.
   Graph* leave() { return graph_.exchange(nullptr); }
-  // Takes the tensor out of its graph until end(). If the last reference is dropped meanwhile, the
-  // graph is not notified.
+  // Takes the tensor out of its graph until end(). If the last reference is dropped before end(),
+  // the graph is not notified.
   class Absence {
    public:
     explicit Absence(PendingTensor& tensor) : tensor_(tensor), graph_(tensor.leave()) {
@@ -54,7 +54,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
     PendingTensor& tensor_;
     Graph* graph_;
   };
-  // Drops the reference that keep_memory took. This may free the tensor.
+  // Drops the reference that keep_memory took. The call may free the tensor.
   void release_memory();
   // Called when the last strong reference is dropped.
   void release_resources() override;
@@ -64,16 +64,17 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // Marks the tensor as made by such a host.
   void allow_rest() { may_rest_ = true; }
   // Removes the tensor from its graph and resets its autograd metadata. Returns false and changes
-  // nothing if the tensor cannot be reused: not pending, referenced elsewhere, of another thread,
-  // or with extra metadata.
+  // nothing if the tensor cannot be reused. A reusable tensor is pending, belongs to this thread,
+  // has no extra metadata, and is not referenced elsewhere.
   AUTOBATCH_INTERNAL static bool rest(const at::Tensor& last);
   // Must be called after rest(). Makes the tensor stand for another value, like a new tensor.
   AUTOBATCH_INTERNAL void wake(Graph* graph, ValueId value);
   // Called after rest() instead of wake(). Allows the last reference to be dropped.
   AUTOBATCH_INTERNAL void end_rest();
 
-  // Turns this object into an ordinary tensor. Its data begins `offset` elements after the start of
-  // the storage of `memory`, and it gets the dispatch keys and the version counter of `memory`.
+  // Turns this object into an ordinary tensor whose data begins `offset` elements after the start
+  // of the storage of `memory`. The tensor gets the dispatch keys and the version counter of
+  // `memory`.
   void become(const at::Tensor& memory, int64_t offset);
   // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
   // error with `reason` (the failure that the tensor depends on).
@@ -83,13 +84,13 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // Raises an error if the tensor is lost.
   void check_not_lost() const;
 
-  // Any raw read of the data, from Python or C++, calls one of these two functions, which flush.
-  // They catch reads that dispatch no op (`.tolist()`, `data_ptr()`, pickle).
+  // Any raw read of the data, from Python or C++, calls has_storage() or storage(). Both functions
+  // flush, so that reads without an op (`.tolist()`, `data_ptr()`, pickle) are covered.
   bool has_storage() const override;
   const c10::Storage& storage() const override;
 
-  // These functions flush first, because the base class copies the raw fields. Without the flush,
-  // the copy would have the capture key and no storage.
+  // The functions shallow_copy_and_detach() flush first, because the base class copies the raw
+  // fields. Without the flush, the copy would have the capture key and no storage.
   c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(
       const c10::VariableVersion& version_counter,
       bool allow_tensor_metadata_change) const override;

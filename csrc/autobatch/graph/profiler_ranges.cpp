@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-// Appends without streams, because they cost more than all other work for a small batch.
+// Appends text without streams. For a small batch, streams would cost more than all other work.
 void append_shape(std::string& out, const Value& value) {
   out += c10::toString(value.dtype);
   out += '[';

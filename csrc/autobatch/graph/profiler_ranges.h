@@ -37,7 +37,8 @@ class ProfilerRange {
 };
 
 // The part of a thread's state that belongs to profilers. A flush runs in the thread state from
-// before the scope, but a profiler that was started or stopped since must stay on or off.
+// before the scope. However, a profiler that was started or stopped inside the scope must stay on
+// or off.
 class ProfilerState {
  public:
   // Must be called inside a ThreadLocalStateGuard, which restores the former state later.

@@ -53,7 +53,7 @@ uint64_t hash_key(const Key& key) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
     return hash ^ hash >> 29;
   };
-  // There are two chains, because each multiplication waits for the previous one in its chain.
+  // The hash uses two chains, because each multiplication waits for the previous one in its chain.
   uint64_t even = key.size(), odd = 0;
   size_t i = 0;
   for (; i + 1 < key.size(); i += 2) {

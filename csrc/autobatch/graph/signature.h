@@ -1,6 +1,6 @@
-// A signature is the key that decides which nodes can be batched, interned as one object.
-// Signatures are compared in full, word by word, whenever hashes agree (DyNet compares hashes
-// only).
+// A signature is the key that decides which nodes can be batched. Each signature is interned as one
+// object. If hashes agree, the signatures are compared in full, word by word. (DyNet compares
+// hashes only.)
 #pragma once
 
 #include "autobatch/export.h"
@@ -31,7 +31,8 @@ struct ResultMeta {
   bool requires_grad = false;
 };
 
-// Position of a tensor operand in the op's arguments; `element` is kNone unless in a list.
+// Position of a tensor operand in the op's arguments. `element` is the index in a list argument;
+// kNone if the argument is not a list.
 struct Slot {
   uint32_t argument = 0;
   uint32_t element = kNone;
@@ -55,7 +56,7 @@ struct Signature {
   uint64_t position = 0;               // position within that line (Place::position)
   uint64_t scope = 0;                  // id of the last scope that captured it
   std::string note;                    // for the report: why its batches run as they do
-  // By set of operands that require grad: the operands and results that eager saves
+  // For each set of operands that require grad: the operands and results that eager saves
   // (saved_tensor_check.cpp).
   std::unordered_map<uint64_t, uint64_t> saved;
   Signature* next = nullptr;  // next entry of the table with the same hash

@@ -37,8 +37,8 @@ double SliceCosts::expect(uint64_t serial, size_t nodes) const {
   if (found == rows_.end()) return kUnknown;
   const Row& row = found->second;
   const size_t size = row_of(nodes);
-  // Uses the nearest smaller size that has run. A node of a smaller batch takes longer, so the
-  // result is an upper bound. Larger sizes are reached in steps.
+  // Uses the nearest smaller size that has run. In a smaller batch, each node takes longer, so the
+  // result is an upper bound. Because of this upper bound, the batch size grows step by step.
   for (size_t i = size + 1; i-- > 0;) {
     if (row[i] > 0) return row[i] * static_cast<double>(nodes);
   }

@@ -1,7 +1,7 @@
-// Times that batches take, for choosing a part of a graph that runs for about a given time.
+// Measured times of batches, for choosing a part of a graph that runs for about a given time.
 //
-// The times are measured. So the machine and the arrival times of requests affect which part runs
-// first. The values do not change, except that batches of other sizes may round differently.
+// Because times are measured, the machine and the arrival times of requests affect which part runs
+// first. The values do not change, except that rounding may differ between batch sizes.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -27,22 +27,23 @@ class SliceCosts {
 
   // Records that a batch of `nodes` nodes of the signature (Signature::serial) took `took`.
   void add(uint64_t serial, size_t nodes, Nanoseconds took);
-  // Returns the expected time of such a batch, in nanoseconds. The time is a guess if no batch of
-  // the signature has run.
+  // Returns the expected time, in nanoseconds, of a batch of `nodes` nodes of the signature. If no
+  // batch of the signature has run, the time is a guess.
   double expect(uint64_t serial, size_t nodes) const;
   // Returns the size of the largest batch that takes no longer than the bound; at least 1 node.
   size_t most(uint64_t serial) const;
 
  private:
-  // One entry per power of two: entry i is for batches of 2^i to 2^(i+1) - 1 nodes. 0: no such
-  // batch has run. The time is not linear in the number of nodes: a weight is read once for all
-  // members, and the data of large batches does not fit into the caches.
+  // One entry per power of two: entry i is for batches of 2^i to 2^(i+1) - 1 nodes. An entry is 0
+  // if no batch of these sizes has run. The time is not linear in the number of nodes. A weight is
+  // read only once for all members, and the data of large batches does not fit into the caches.
   static constexpr size_t kSizes = 20;
   using Row = std::array<float, kSizes>;
   static size_t row_of(size_t nodes);
 
-  // The pending nodes are to run in about this many slices, or more. If many nodes are pending,
-  // requests wait far longer than one slice takes, and larger batches serve all of them sooner.
+  // The minimum number of slices (approximately) in which all pending nodes run. If many nodes are
+  // pending, requests wait much longer than one slice takes, and larger batches finish all requests
+  // sooner.
   static constexpr double kLeastSlices = 8;
   // Fixed cost of a slice, for planning and bookkeeping. Nanoseconds.
   static constexpr double kSlice = 20e3;
@@ -53,7 +54,8 @@ class SliceCosts {
 
   double bound_ = 1e6;
   double taken_ = 0;
-  // Measured time of slices divided by expected time. Planning adds time, joined batches save time.
+  // Measured time of slices divided by expected time. Planning increases this ratio, and joined
+  // batches decrease it.
   double scale_ = 1;
   double slices_ = 0;                       // nanoseconds that the last few slices took
   double nodes_ = 0;                        // nodes that these slices ran

@@ -12,7 +12,7 @@ namespace autobatch {
 
 struct GraphInput;
 
-// A set of storages, for all threads. It keeps a weak reference to each storage, so that the
+// A set of storages, for all threads. The set keeps a weak reference to each storage, so that the
 // address is not reused for another storage.
 class StorageSet {
  public:
@@ -40,8 +40,8 @@ bool may_change_unseen(const at::Tensor& tensor);
 // Returns a copy of the tensor with the same strides, in its own memory.
 at::Tensor copy_as_read(const at::Tensor& tensor);
 
-// Whether both tensors, of the same sizes and dtype, hold the same content. Compares bits on a CPU,
-// so NaN equals NaN and -0 differs from 0. Compares values elsewhere.
+// Whether two tensors of the same sizes and dtype have the same content. On a CPU bits are
+// compared, so NaN equals NaN and -0 differs from 0. On other devices values are compared.
 bool is_same(const at::Tensor& a, const at::Tensor& b);
 // Whether the content of the memory differs from GraphInput::as_read. Returns false if `as_read`
 // was not kept.

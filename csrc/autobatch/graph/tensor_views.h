@@ -11,8 +11,8 @@ namespace autobatch {
 at::Tensor detached_alias(const at::Tensor& tensor);
 
 // Returns a view of the buffer with `sizes` and `strides` (in elements), `offset` elements after
-// the start of the buffer. Like `as_strided`, but without the dispatcher, because a batch makes
-// several views of each operand.
+// the start of the buffer. Does the same as `as_strided`, but without the dispatcher, which saves
+// time because a batch makes several views of each operand.
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset);
 // Contiguous views `offset` elements after the start of the buffer: one with `sizes`, and one of

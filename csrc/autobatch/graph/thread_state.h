@@ -1,6 +1,6 @@
 // Thread-local state that every captured call reads, with pointers to the thread-local state of
-// PyTorch. PyTorch's accessors take a call and two look-ups of thread-local memory each time. This
-// structure takes one look-up for all state.
+// PyTorch. PyTorch's accessors need a call and two look-ups of thread-local memory each time. With
+// this structure, one look-up is enough for the whole state.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>

@@ -1,5 +1,5 @@
-// Kernels of this library for the vector units of a CPU. kernels_avx2.cpp and kernels_avx512.cpp
-// compile them once for each of ATen's CPU capabilities that has vectors.
+// Kernels of this library for the vector units of a CPU. They are compiled twice: by
+// kernels_avx2.cpp for AVX2, and by kernels_avx512.cpp for AVX-512.
 #pragma once
 
 #include "autobatch/kernels/elementwise_program.h"
@@ -37,7 +37,7 @@ extern const CpuKernels kernels_avx2;
 extern const CpuKernels kernels_avx512;
 
 // Returns the kernels for this CPU, or null if there are none. Kernels exist for float and double,
-// for AVX2 and AVX-512. The choice follows ATEN_CPU_CAPABILITY.
+// for AVX2 and AVX-512. The environment variable ATEN_CPU_CAPABILITY affects the choice.
 const CpuKernels* cpu_kernels();
 bool has_cpu_kernels(c10::ScalarType dtype);
 

@@ -1,4 +1,4 @@
-// Elementwise programs (elementwise_program.h) on any device that has a kernel for them.
+// Runs elementwise programs (elementwise_program.h) on any device that has a kernel for them.
 #pragma once
 
 #include "autobatch/export.h"

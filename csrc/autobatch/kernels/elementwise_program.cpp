@@ -12,8 +12,8 @@
 namespace autobatch {
 namespace {
 
-// Bytes that the steps of one block write. A block of this size stays in a core's own cache, and
-// the loops of a step are long compared to the cost of starting them.
+// Bytes that the steps of one block write. A block of this size stays in a core's own cache. The
+// loops of a step are still so long that the cost of starting them is small.
 constexpr int64_t kBlockBytes = int64_t{1} << 16;
 
 }  // namespace

@@ -1,8 +1,8 @@
-// Elementwise programs: several elementwise ops over the rows of a batch run as one program, a
-// block of rows at a time. Each op reads the result of an earlier op of its block from the cache. A
-// result that only the program reads has memory for one block. On CPUs programs run with AVX2 or
-// AVX-512, for float and double. The vectors and functions are those of ATen's own kernels and of
-// torch.compile (Sleef's functions, except tanh of floats).
+// An elementwise program runs several elementwise ops over the rows of a batch. It runs all ops for
+// one block of rows before the next block, so an op reads the results of earlier ops from the
+// cache. A result that only the program reads has memory for one block. On CPUs, programs run with
+// AVX2 or AVX-512, for float and double. The vectors and functions are those of ATen's own kernels
+// and of torch.compile (Sleef's functions, except for tanh of floats).
 #pragma once
 
 #include "autobatch/kernels/elementwise_op.h"
@@ -14,8 +14,8 @@
 
 namespace autobatch {
 
-// The place of a step's operand or result: rows, and in each row `mid` runs of `inner` contiguous
-// elements (ElementwiseStep).
+// The place of a step's operand or result in memory. Each row has `mid` runs, and each run has
+// `inner` contiguous elements (ElementwiseStep).
 struct ElementwisePlace {
   void* data = nullptr;
   int64_t row = 0;  // elements from one row to the next; 0: all rows read the same

@@ -123,14 +123,15 @@ void add_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] += from[i];
 }
 
-// The first addition to a run: adds to 0 instead of to memory that was filled with zeros.
+// Writes the first contribution to a run. The contribution is added to 0, so the memory need not be
+// filled with zeros.
 template <class T>
 void start_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
 }
 
-// Larger outputs do not fit into the caches, so their lines need not be fetched before zeros are
-// written.
+// Outputs with more bytes do not fit into the caches. Zeros are then written without fetching the
+// cache lines of the output.
 constexpr size_t kFarBytes = size_t{1} << 24;
 
 // Writes zeros to memory that is not read soon. Whole vectors bypass the caches.
@@ -147,7 +148,7 @@ void clear_far(char* to, size_t bytes) {
   std::memset(to, 0, bytes);
 }
 
-// Writes zeros to the rows that no addition has begun. Consecutive rows are filled together.
+// Writes zeros to the rows that have received no addition. Consecutive rows are filled together.
 void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
   const bool far = bytes * begun.size() > kFarBytes;
   const auto row_bytes = std::max<int64_t>(1, static_cast<int64_t>(bytes));
@@ -296,8 +297,8 @@ void gather_into(const Regions& regions, const at::Tensor& out) {
 
 namespace {
 
-// Whether elements of the region are sums of so many values that adding the values one after the
-// other would round visibly more than ATen's sum.
+// Whether elements of the region are sums of very many values. If such values are added one after
+// the other, the rounding error is visibly larger than the error of ATen's sum.
 bool sums_many(const Region& region, c10::ScalarType dtype) {
   if (region.buffer == nullptr || !region.geometry->overlapping) return false;
   return c10::isReducedFloatingType(dtype) ||

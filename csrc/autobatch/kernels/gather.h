@@ -1,5 +1,6 @@
-// Copies and additions of regions: one call handles the regions of many values, in any buffers.
-// CPU: our own kernels over (pointer, geometry) lists. Other devices: gather_device.h.
+// Copies regions and adds to regions. One call handles the regions of many values, in any buffers.
+// On CPUs, kernels of this library read lists of (pointer, geometry). For other devices, see
+// gather_device.h.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -19,8 +20,8 @@ struct Region {
   const at::Tensor* buffer = nullptr;
   int64_t offset = 0;
   const Geometry* geometry = nullptr;
-  // Uninitialized memory: the first addition writes instead of adding. On a CPU the region is
-  // contiguous.
+  // Whether the memory is uninitialized. The first addition then writes instead of adding. On a
+  // CPU, a fresh region is contiguous.
   bool fresh = false;
 };
 
@@ -47,7 +48,8 @@ class RegionRows {
       : layout_(layout_of(regions)),
         regions_(std::move(regions)),
         count_(static_cast<int64_t>(regions_.size())) {}
-  // `count` regions that begin with `first`, `step` elements from one to the next.
+  // Describes `count` regions. The first region is `first`, and each next region starts `step`
+  // elements later.
   RegionRows(const Region& first, int64_t count, int64_t step);
 
   const Layout& layout() const { return layout_; }
@@ -65,7 +67,7 @@ class RegionRows {
 
 // Returns the region as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);
-// Returns [n, *sizes] over the buffer's memory. Requires `regular`.
+// Returns all regions as one tensor [n, *sizes] over the buffer's memory. Requires `regular`.
 at::Tensor regular_view(const RegionRows& located);
 // Returns the elements of all regions, 1-D or as rows of `width` elements, over the buffer's
 // memory. Requires `consecutive`.
@@ -76,9 +78,9 @@ at::Tensor consecutive_rows(const RegionRows& located, int64_t width);
 // and has as many elements as all regions together.
 void gather_into(const Regions& regions, const at::Tensor& out);
 
-// The reverse of gather_into: adds to each region its part of `values` (contiguous). Regions may
-// coincide or overlap; a CPU adds the contributions in the order of the regions. A region without a
-// buffer is skipped.
+// The counterpart of gather_into. Adds to each region its part of `values` (contiguous). Regions
+// may coincide or overlap; a CPU adds the contributions in the order of the regions. A region
+// without a buffer is skipped.
 void scatter_add(const at::Tensor& values, const Regions& regions);
 
 // Returns the tensor in the form that the kernels above read: dense, contiguous and without pending
@@ -92,8 +94,8 @@ void add_regions(const Regions& from, const Regions& to);
 
 // target[indices[r]] += rows[r], without the rows whose index is `skip`. `target` is [V, D],
 // contiguous. `times`: `rows` consists of times.size() blocks of equal size; block b is added
-// times[b] times, each time at the next indices. `fresh`: the target is uninitialized, and its rows
-// that receive no addition become zero.
+// times[b] times, each time to the rows at the next indices. `fresh`: whether the target is
+// uninitialized. Rows of a fresh target that receive no addition become zero.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
                     int64_t skip, at::IntArrayRef times = {}, bool fresh = false);
 

@@ -1,5 +1,5 @@
-// The functions of gather.h for devices other than the CPU: kernels of this library where they
-// exist, else ATen calls.
+// The functions of gather.h for devices other than the CPU. They use kernels of this library if the
+// device has any, else ATen calls.
 #pragma once
 
 #include "autobatch/export.h"
@@ -18,7 +18,7 @@ void add_regions_on_device(const Regions& from, const Regions& to);
 // kernel for it.
 bool find_rows_on_device(const RowQuery& query, const at::Tensor& out);
 
-// By ATen calls, on any device.
+// Implementations by ATen calls, for any device.
 namespace by_aten {
 void gather(const Regions& regions, const at::Tensor& out);
 void unpack(const at::Tensor& values, const Regions& regions);

@@ -1,4 +1,5 @@
-// Divides the products of members' own matrices among threads, and between the kernel and at::mm.
+// Distributes the products of members' own matrices to threads. For each product, chooses the
+// kernel or at::mm.
 #include "autobatch/kernels/matrix_products.h"
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -13,8 +14,9 @@
 namespace autobatch {
 namespace {
 
-// The number of multiply-adds from which a BLAS is faster than the kernel, its call included, and
-// the largest number of terms that the kernel sums one after the other.
+// kLarge: the number of multiply-adds from which a BLAS is faster than the kernel, including the
+// cost of the call. kMostTerms: the largest number of terms that the kernel sums one after the
+// other.
 constexpr int64_t kLarge = int64_t{1} << 18;
 constexpr int64_t kMostTerms = 1024;
 

@@ -1,8 +1,8 @@
 // Products of a batch in which each member has its own matrices, of any sizes. The kernels read
-// each matrix in place and add its gradient in place. They are for vectors and small matrices: a
-// call of a BLAS takes longer than the product, and one call for several members requires that
-// their matrices are copied side by side. The kernels exist for CPUs with AVX2 or AVX-512, in float
-// and double. Large products go to at::mm.
+// each matrix in place and add its gradient in place. The kernels are for vectors and small
+// matrices, for which a BLAS call takes longer than the product itself. One BLAS call for several
+// members would require a copy of their matrices into one tensor. The kernels exist for CPUs with
+// AVX2 or AVX-512, in float and double. Large products go to at::mm.
 #pragma once
 
 #include "autobatch/kernels/gather.h"
@@ -31,8 +31,8 @@ struct MatrixProduct {
   bool adds = false;
 };
 
-// Runs the products in order, because several products may add to the same memory. `disjoint`: no
-// two products write to the same memory, so they may run in parallel (at::parallel_for).
+// Runs the products in order, because several products may add to the same memory. `disjoint`:
+// whether all products write to different memory. They may then run in parallel (at::parallel_for).
 void run_matrix_products(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype,
                          bool disjoint);
 

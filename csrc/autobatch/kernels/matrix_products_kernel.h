@@ -45,7 +45,8 @@ class MatrixProductRun {
     return copy.data();
   }
 
-  // Calls f(i, lanes) for the elements [i, i + lanes), which divide n elements into SIMD vectors.
+  // Divides n elements into SIMD vectors. Calls f(i, lanes) for each vector, which has the elements
+  // [i, i + lanes).
   template <class F>
   static void for_each_vector(int64_t n, const F& f) {
     int64_t i = 0;
@@ -110,7 +111,7 @@ class MatrixProductRun {
   // --- two matrices ---
 
   static constexpr int64_t kTileRows = 4;
-  static constexpr int64_t kTileVectors = 2;  // with the rows, 8 sums hide the latency of a sum
+  static constexpr int64_t kTileVectors = 2;  // times kTileRows: 8 sums hide the latency of a sum
   static constexpr int64_t kTileColumns = kTileVectors * kLanes;
 
   // out (+)= left right, in tiles of some rows and vectors. Vectors of `right` are read from a copy
@@ -162,7 +163,8 @@ class MatrixProductRun {
     }
   }
 
-  // Writes the columns of row i of `out`, from column j on, as far as they exist.
+  // Writes the vector to row i of `out`, starting at column j. Ignores elements beyond the last
+  // column.
   void put_columns(const MatrixPlace& out, int64_t i, int64_t j, const V& value) const {
     const int64_t lanes = std::min(kLanes, out.columns - j);
     if (lanes <= 0) return;

@@ -1,6 +1,6 @@
 // Copies of weights that make many small products faster. A copy is made at most once for all
-// batches of a flush, or of a level of backward. No copy is kept for the next flush or level. So a
-// write to the weight in between takes effect, as it does where weights are read in place.
+// batches of a flush, or of a level of backward. No copy is kept for the next flush or level,
+// because the weight may be written to before.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,8 +27,8 @@ class WeightCopies {
   Joined& joined(const Signature* product) { return joined_[product]; }
 
   // Returns a row-major copy of a column-major matrix [K, M] (`W.t()`), or an undefined tensor. The
-  // copy is made once enough rows have been multiplied with the matrix. `rows`: rows of this
-  // product.
+  // copy is made when enough rows have been multiplied by the matrix. `rows`: number of rows of
+  // this product.
   at::Tensor by_row(const at::Tensor& matrix, int64_t rows);
 
  private:

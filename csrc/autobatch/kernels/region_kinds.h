@@ -1,5 +1,5 @@
-// Divides lists of regions by dtype and device: one call of a kernel takes regions of one dtype on
-// one device.
+// Groups lists of regions by dtype and device, because one call of a kernel takes regions of one
+// dtype on one device.
 #pragma once
 
 #include "autobatch/kernels/gather.h"

@@ -15,8 +15,9 @@ namespace autobatch {
 //
 //   first + sum over d of i_d * steps[d] + sum over lists of index * step,
 //
-// where `index` is the element sum over d of i_d * strides[d] of the list's values. An index that
-// is not in [0, length) is an error. With RowQuery::from_end, the valid range is [-length, length).
+// where `index` is the element of the list's values at the offset (sum over d of i_d * strides[d]).
+// An index that is not in [0, length) is an error. With RowQuery::from_end, the valid range is
+// [-length, length).
 struct RowLookups {
   struct List {
     const void* values = nullptr;  // on the device of the indices

@@ -60,8 +60,8 @@ void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visi
   }
 }
 
-// `sum` = the sum of n rows, from row `first` on; row(r) points to row r. `scratch` has room for
-// one row for each halving.
+// Computes `sum`, the sum of n rows, starting at row `first`. row(r) points to row r. `scratch` has
+// room for one row for each halving of n.
 template <class Row, class A>
 void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* sum, A* scratch) {
   if (n <= kPlainRows) {
@@ -84,7 +84,7 @@ int64_t num_halvings(int64_t n) {
   return halvings;
 }
 
-// out[0, inner) = the sum of n rows, from row `first` on.
+// Computes out[0, inner), the sum of n rows, starting at row `first`.
 template <class A, class Row, class T>
 void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
   if constexpr (std::is_same_v<A, T>) {
@@ -101,7 +101,7 @@ bool all_equal(const Counts& counts, int64_t value) {
 
 // --- for devices where a call is expensive: a few calls for all segments ---
 
-// Returns the number of the segment of each row.
+// Returns, for each row, the index of its segment.
 Tensor segment_numbers(const Counts& counts) {
   int64_t total = 0;
   for (int64_t c : counts) total += c;
@@ -125,8 +125,8 @@ void sum_on_device(const Tensor& rows, const Counts& counts, Tensor& out) {
   if (exact != out.scalar_type()) out.copy_(sums);
 }
 
-// Reduces blocks of equal length. Short segments are filled with their first row, which changes
-// neither the extreme nor the first row that has it.
+// Reduces all segments together, as blocks of equal length. Short segments are padded with copies
+// of their first row. The copies change neither the extreme nor the first row that has it.
 void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
                        Tensor& indices) {
   const auto n = static_cast<int64_t>(counts.size());
@@ -227,10 +227,10 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
 
 namespace {
 
-// Returns the place of the extreme of a segment whose rows have one element each: the place of the
-// first NaN if there is one, else of the first largest (or smallest) element. Compares several
-// elements at a time, because in a single chain each comparison would wait for the previous
-// comparison.
+// Returns the index of the extreme in a segment whose rows have one element each. If there is a
+// NaN, this is the index of the first NaN, else of the first largest (or smallest) element.
+// Compares several elements at a time, because in a single chain each comparison would wait for the
+// previous comparison.
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;

@@ -1,5 +1,6 @@
 // Kernels over the rows of instances of different lengths. The instances' rows are stored one after
-// the other. Segment s is the next counts[s] rows. CPU: our own kernels; other devices: ATen calls.
+// the other. Segment s consists of the counts[s] rows after segment s - 1. CPUs use kernels of this
+// library, and other devices use ATen calls.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,20 +11,20 @@ namespace autobatch {
 
 using Counts = std::vector<int64_t>;
 
-// out[s] = the sum of the rows of segment s. `rows` is [R, inner]. `out` is [segments, inner], of
-// the dtype of `rows`, or of int64 if that dtype is bool or integral. The sum is as precise as
+// out[s] = the sum of the rows of segment s. `rows` is [R, inner]. `out` is [segments, inner]. Its
+// dtype is the dtype of `rows`, or int64 if `rows` is bool or integral. The sum is as precise as
 // eager's: summation is pairwise, and half types are summed in float.
 void segment_sum(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
-// Like segment_sum, but for rows that are looked up in `matrix` [V, D]. A segment is counts[s]
-// terms of `rows` indices each. out[s * rows + r] is the sum, over the segment's terms, of the
-// matrix row at the term's r-th index.
+// Like segment_sum, but for rows that are looked up in `matrix` [V, D]. Segment s has counts[s]
+// terms, and each term has `rows` indices. out[s * rows + r] is a sum over the terms of segment s.
+// Each term contributes the matrix row at its r-th index.
 void segment_sum_of(const at::Tensor& matrix, const at::Tensor& indices, const Counts& counts,
                     int64_t rows, at::Tensor& out);
-// Returns [sum of counts, inner]: row s of `rows` repeated counts[s] times.
+// Repeats row s of `rows` counts[s] times. Returns [total of counts, inner].
 at::Tensor repeat_rows(const at::Tensor& rows, const Counts& counts);
 
-// values[s] = the largest (or smallest) of the segment's rows, element by element; NaN if the
-// segment has a NaN. indices[s] (int64): the first row of the segment with that value. For a
+// values[s] contains the largest (or smallest) element of each column of segment s, or NaN if the
+// column has a NaN. indices[s] (int64) contains the first row of the segment with that value. For a
 // segment without rows (CPU only) the value is the lowest (or greatest) finite number, and the
 // index is 0.
 void segment_extreme(const at::Tensor& rows, const Counts& counts, bool largest, at::Tensor& values,
@@ -37,10 +38,10 @@ void segment_cumsum(const at::Tensor& rows, const Counts& counts, bool reverse, 
 
 // out[s] = the product of the segment's rows.
 void segment_prod(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
-// Returns the derivative of segment_prod, computed as autograd does. If the instance has no zero
-// element, the derivative is the product divided by the row, else the product of the segment's
-// other rows. If the instance has several zeros and `whole` (the whole instance is one product),
-// the derivative is 0. `segments`: number of segments of each instance.
+// Returns the derivative of segment_prod, by autograd's formulas. If an instance has no zero, the
+// derivative is the product divided by the row. Otherwise it is the product of the segment's other
+// rows. `whole`: whether each instance is one product. The derivative is then 0 if the instance has
+// several zeros. `segments`: number of segments of each instance.
 at::Tensor product_gradient(const at::Tensor& rows, const Counts& counts, const Counts& segments,
                             bool whole);
 

@@ -10,17 +10,19 @@
 
 namespace autobatch {
 
-// Whether there is a kernel for a tensor like this one: on CPUs with AVX2 or AVX-512, in float and
-// double.
+// Whether there is a kernel for the device and dtype of this tensor. There are kernels for CPUs
+// with AVX2 or AVX-512, in float and double.
 bool has_softmax_kernel(const at::Tensor& like);
 
-// out = softmax of x, or its logarithm. x and out: contiguous, [sum of counts].
+// out = softmax of x, or its logarithm. x and out are contiguous and 1-D, with the elements of all
+// segments.
 void segment_softmax(const at::Tensor& x, const Counts& counts, bool log, at::Tensor& out);
-// Returns the gradient of x, from the gradient g of the result y.
+// Returns the gradient of x, given y (the result of segment_softmax) and g (the gradient of y).
 at::Tensor segment_softmax_gradient(const at::Tensor& g, const at::Tensor& y, const Counts& counts,
                                     bool log);
 
-// Some consecutive segments. In backward `gradient` is the result's gradient and `x` the result.
+// Some consecutive segments. In backward, `gradient` is the gradient of the result, and `x` is the
+// result itself.
 struct SoftmaxSegments {
   const void* gradient = nullptr;
   const void* x = nullptr;

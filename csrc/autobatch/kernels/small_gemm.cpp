@@ -27,22 +27,23 @@ namespace {
 using at::Tensor;
 
 // Maximum number of rows in a call of oneDNN's kernel. oneDNN compiles a kernel for each number of
-// rows, and more rows are not faster.
+// rows. Calls with more rows are not faster.
 constexpr int64_t kRows = 16;
-constexpr int64_t kTurnedRows = 64;  // for rows of a weight in place of x, where few sizes occur
-// The kernel sums one term after the other. For more terms than this, parts are summed first, as in
-// a BLAS.
+constexpr int64_t kTurnedRows = 64;  // if rows of a weight replace those of x; few sizes occur
+// The kernel sums one term after the other. If there are more terms than this, it first sums parts,
+// as a BLAS does.
 constexpr int64_t kDepth = 1024;
 // Bytes of the matrix that stay in the cache while all rows of x are multiplied.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-constexpr size_t kMostShapes = 512;  // each mostly has a few kernels of 19 KB, and at most 64
-// The number of multiply-adds that justify a thread, and of columns (or rows) in a thread's part.
+constexpr size_t kMostShapes = 512;  // a shape has at most 64 kernels of 19 KB, mostly few
+// kGrain: number of multiply-adds that justify a thread. kPart: number of columns (or rows) in a
+// thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
 constexpr int64_t kPart = 48;
 // With this many rows, a copy of the matrix saves as much time as it costs.
 constexpr int64_t kRowsForCopy = 128;
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
-// Rows of the factors of a weight's gradient that are multiplied together.
+// Number of rows of the factors of a weight's gradient that are multiplied together.
 constexpr int64_t kFactorRows = 64;
 
 // The largest sizes for which a kernel is faster than a BLAS, as measured (docs/benchmarks.md,
@@ -61,8 +62,8 @@ constexpr Limits kOwn{32, 32, 64, 64, 8};
 bool is_own() { return cpu_kernels()->multiply != nullptr; }
 const Limits& limits() { return is_own() ? kOwn : kLibrary; }
 
-// Whether a kernel may be used. If the user allows less precision in oneDNN's products, at::mm is
-// used, because it supports this setting.
+// Whether a kernel may be used. If the user allows lower precision in oneDNN's products, returns
+// false: at::mm supports this setting, and the kernels do not.
 bool has_kernel() {
   if (cpu_kernels() == nullptr) return false;
   if (is_own()) return true;
@@ -95,7 +96,7 @@ bool is_for_kernel(const Tensor& t) {
 
 bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
-  // With few columns, parts of the vectors stay empty.
+  // With few columns, a part of each vector would be unused.
   return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
          is_for_kernel(out) && has_kernel() && n <= limits().rows &&
          is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
@@ -103,7 +104,7 @@ bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
 
 // Returns how many terms are summed at a time. For a wide matrix this number is small, so that the
 // part of the matrix that all rows need stays in the nearest cache. `rows` and `columns` are the
-// sizes of the whole product, because its parts for threads must give the same bits.
+// sizes of the whole product, so that the result has the same bits for any number of threads.
 int64_t depth_step(int64_t rows, int64_t columns) {
   if (!is_own()) return kDepth;
   return rows <= kOwn.rows && columns > 2 * kPart ? 32 : 256;
@@ -198,9 +199,9 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
   }
 }
 
-// Products with a column-major matrix that is used once, if x has few rows: the columns of the
-// matrix take the place of the rows, and x and the result are transposed. The number of rows of x
-// is rounded up to whole vectors (padded()).
+// Below are products of few rows x with a column-major matrix that is used once. They are computed
+// in transposed form: the columns of the matrix replace the rows of x, and x and the result are
+// transposed. The number of rows of x is rounded up to whole vectors (padded()).
 int64_t padded(int64_t rows) {
   const int64_t lanes = limits().lanes;
   return (rows + lanes - 1) / lanes * lanes;
@@ -351,8 +352,8 @@ bool suits_small_products(int64_t m, int64_t k, int64_t n) {
 
 namespace {
 
-// Runs small products by a kernel or by ATen. Few shapes occur, so the choice for the last shape is
-// kept.
+// Runs small products by a kernel or by ATen. Stores the choice for the last shape, because only
+// few shapes occur.
 class SmallProductRun {
  public:
   void run(MultiplyBlock block) {
@@ -404,7 +405,7 @@ void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool disjoint) {
     }
   };
   if (!disjoint || count == 0) return run(0, count);
-  // A product with `adds` stays on the thread of the product whose output it adds to.
+  // A product with `adds` runs on the same thread as the product whose output it adds to.
   const auto next_apart = [&](int64_t i) {
     while (i < count && nth(i).adds) ++i;
     return i;

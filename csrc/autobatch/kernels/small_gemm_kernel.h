@@ -1,11 +1,12 @@
-// Rows times a matrix for AVX2, for which oneDNN has no microkernel. Only the source file that is
-// compiled for AVX2 includes this file.
+// Multiplies rows by a matrix, for AVX2. oneDNN has no microkernel for AVX2. Only the source file
+// that is compiled for AVX2 includes this file.
 //
-// The result is computed in tiles that fill the vector registers, each from some rows of x and some
-// columns of the matrix (Goto and van de Geijn 2008, section 4). The matrix is not packed, because
-// for tens of rows packing takes as long as the product. A weight is usually in no cache when a
-// batch reads it, and the hardware does not predict the addresses of a matrix that is read in
-// strips. So the code prefetches the operands of the next tiles while it computes a tile.
+// The result is computed in tiles that fill the vector registers. Each tile is the product of some
+// rows of x and some columns of the matrix (Goto and van de Geijn 2008, section 4). The matrix is
+// not packed, because for tens of rows packing takes the same time as the product. A weight is
+// usually in no cache when a batch reads it, and the hardware does not predict the addresses of a
+// matrix that is read in strips. So the code prefetches the operands of the next tiles while it
+// computes a tile.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -22,8 +23,8 @@ namespace {
 constexpr int kTileRows = 6;
 constexpr int64_t kVector = 8;  // floats
 constexpr int64_t kLine = 16;   // floats of a cache line
-// Width in vectors of a tile with `rows` rows: of 16 registers one is for x, and some are for the
-// matrix.
+// Returns the width of a tile with `rows` rows, in vectors. One of the 16 registers is for x, and
+// some registers are for the matrix.
 constexpr int tile_vectors(int64_t rows) {
   return std::array{8, 6, 4, 3, 2, 2}[static_cast<size_t>(rows) - 1];
 }
@@ -52,9 +53,9 @@ struct Prefetch {
   }
 };
 
-// Computes kRows rows by kVectors vectors of columns. If not kWhole, only the first `lanes`
-// elements of the last vector exist. `last`: whether x and the result have no rows after these
-// kRows rows.
+// Computes a tile of kRows rows and kVectors vectors of columns. If kWhole is false, only the first
+// `lanes` elements of the last vector exist. `last`: whether the tile has the last rows of x and of
+// the result.
 template <int kRows, int kVectors, bool kWhole>
 void multiply_tile(const MultiplyBlock& block, int64_t lanes, bool last) {
   const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(lanes)),
@@ -121,8 +122,9 @@ void multiply_strip(MultiplyBlock block, bool last, Prefetch& ahead) {
   }
 }
 
-// Computes a part of the depth. All strips of rows read the same part of the matrix, which stays in
-// the nearest cache. `most`: rows of a strip. `ahead`: the next part of the matrix.
+// Adds the terms of a part of the depth (K) to the result. All strips of rows read the same part of
+// the matrix, which stays in the nearest cache. `most`: maximum number of rows of a strip. `ahead`:
+// the next part of the matrix.
 void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
   const int64_t strips = (block.rows + most - 1) / most;
   const int64_t lines = ahead.rows * ((ahead.columns + kLine - 1) / kLine);

@@ -1,12 +1,12 @@
-// Sends numbers of the host to the device of a kernel: lengths, positions, factors.
+// Copies numbers, such as lengths, positions or factors, from the host to the device of a kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace autobatch {
 
-// Returns a tensor of the host on `device`. Does not wait for the copy: its source is pinned
-// memory, which the allocator keeps until the copy is done.
+// Returns a copy of a host tensor on `device`. Does not wait until the copy is done: the source is
+// pinned memory, which the allocator keeps until then.
 at::Tensor to_device(const at::Tensor& numbers, c10::Device device);
 
 }  // namespace autobatch

@@ -1,6 +1,6 @@
-// Length of the longest dependency chain of ops over all flushes of a block (Report::depth). No
-// schedule can run a chain in fewer launches than its length, so these launches are not caused by
-// reads of values.
+// Length of the longest chain of dependent ops over all flushes of a block (Report::depth). No
+// schedule can run a chain in fewer launches than its length. Therefore at least this number of
+// launches is needed, even if no value is read.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"
@@ -9,12 +9,12 @@
 
 namespace autobatch {
 
-// Computes the depth of each node that a flush is about to run, and updates Report::depth. Nodes
-// that read results of earlier flushes continue the chains of these results.
+// Computes the depth of each node that a flush is about to run, and updates Report::depth. The
+// depth of a node that reads a result of an earlier flush includes the depth of this result.
 void note_depth(FlushRecord& record, const FlushGraph& graph, Report& report);
 
-// Remembers the depths of the tensors computed by a closed record, so that later readers continue
-// their chains. Must be called before the tensors become real.
+// Remembers the depths of the tensors computed by a closed record, for nodes that read these
+// tensors later. Must be called before the tensors become real.
 void keep_depths(const FlushRecord& record, const Report& report);
 
 }  // namespace autobatch

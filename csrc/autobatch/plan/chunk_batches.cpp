@@ -15,7 +15,7 @@ namespace {
 // it is divided within these limits.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 16;
-// Bytes; the memory of smaller batches is not worth more calls.
+// Minimum size of a divided batch in bytes. Smaller batches save too little memory for more calls.
 constexpr int64_t kLeastBatch = int64_t{1} << 20;
 
 class Divider {
@@ -46,9 +46,9 @@ class Divider {
     return record_.tape.nodes[graph_.at(batch.first + i)];
   }
 
-  // Random ops are not divided, since they draw numbers in capture order. Only matmul-like ops are
-  // divided: the results of other ops may be smaller than their operands, which the division would
-  // keep alive for longer.
+  // Random ops are not divided, because they draw numbers in capture order. Only matmul-like ops
+  // are divided. The results of other ops may be smaller than their operands, and the division
+  // would keep the operands alive for longer.
   bool may_divide(const BatchRecord& batch) const {
     if (batch.count < 2 || !batch.rule->heavy() || batch.rule->report_name() != "native")
       return false;
@@ -75,7 +75,7 @@ class Divider {
   }
 
   // Returns false if the batch stays whole. A batch with a result that no batch reads is not
-  // divided: such results are held by the user and have to leave their slab soon.
+  // divided. The user holds such a result, and it has to leave its slab soon.
   bool divide(uint32_t b) {
     const BatchRecord& batch = batches_[b];
     const int64_t of_first = bytes(batch, 0);

@@ -1,6 +1,7 @@
-// Divides batches with large results that are read at different times into parts. A part runs right
-// before the first read of its results, and its results are freed after their last read, which
-// lowers peak memory. The same holds for gradients in backward, which runs the batches in reverse.
+// Divides batches with large results that are read at different times into parts. To lower peak
+// memory, each part runs right before the first read of its results, and the results are freed
+// after their last read. Backward runs the batches in reverse order, so the division also lowers
+// the memory of gradients.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"

@@ -1,6 +1,6 @@
-// Deferred assertions: checks of a program on a pending value (`if not valid.all(): raise ...`).
-// The program continues as if the check held, and the flush that computes the value evaluates it.
-// The exception of a failed check is created by the program's own code, through the host
+// Deferred assertions are checks of a program on a pending value (`if not valid.all(): raise ...`).
+// The program continues as if the check passed. The flush that computes the value evaluates the
+// check. The exception of a failed check is created by the program's own code, through the host
 // (host_hooks.h).
 #pragma once
 
@@ -20,7 +20,7 @@ namespace autobatch {
 
 class PendingTensor;
 
-// One deferred check, implemented by the host. It must be destroyed under the host's lock.
+// One deferred check, implemented by the host. A check must be destroyed under the host's lock.
 class Check {
  public:
   virtual ~Check() = default;
@@ -54,7 +54,7 @@ class DeferredChecks {
   AUTOBATCH_INTERNAL bool any_waiting(Owner owner) const;
   std::vector<PendingTensor*> asked() const;
 
-  // Evaluates the checks whose values have been computed. Checks that hold are removed, with the
+  // Evaluates the checks whose values have been computed. Checks that pass are removed, with the
   // objects that they keep. Returns true if any check was removed. `find` returns the memory of a
   // value whose tensor is still pending. `cause_of` returns the exception because of which a tensor
   // was lost.

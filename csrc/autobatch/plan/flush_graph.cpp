@@ -154,7 +154,7 @@ void FlushGraph::describe_kinds() {
 
 // Nodes move to the front of node_memory_. Signatures and inputs are written to new arrays.
 void FlushGraph::merge(std::span<const Merge> merges) {
-  // By node: its merge; from the node's turn on, its new number.
+  // By node: first the node's merge; after the node has been handled, its new number.
   const auto merge_of = pooled_array<uint32_t>(size_);
   std::fill_n(merge_of.get(), size_, kNone);
   for (uint32_t m = 0; m < merges.size(); ++m) merge_of[merges[m].merged] = m;

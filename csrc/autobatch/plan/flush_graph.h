@@ -1,7 +1,8 @@
 // The nodes that a flush runs, with all data that scheduling, member ordering and memory planning
-// need. These stages visit nodes in schedule order, but in this order nodes and values are
-// scattered over the tape. So a single pass copies the data into contiguous arrays. Nodes are
-// numbered densely, in capture order. While the graph exists, Node::number is this number.
+// need. Scheduling and planning visit nodes in schedule order, but in this order nodes and values
+// are scattered over the tape. Therefore a single pass copies the data into contiguous arrays. The
+// nodes are numbered without gaps, in capture order. While the FlushGraph exists, Node::number is
+// this number.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -17,8 +18,8 @@ namespace autobatch {
 
 class FlushGraph {
  public:
-  // One operand that is a result of another node of the graph, producers(number)[i]. Packed into 32
-  // bits because there are many.
+  // One operand that is a result of another node of the graph, producers(number)[i]. A Read is
+  // packed into 32 bits, because there are many Reads.
   class Read {
    public:
     Read(uint32_t result, uint32_t slot) : word_(result << 8 | std::min(slot, kLastSlot)) {}
@@ -54,8 +55,8 @@ class FlushGraph {
   // of nodes have changed. Sets Signature::local while the graph exists.
   void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 
-  // Replaces an operand of `reader`, the result of `merged`, by the operands of `merged`. No other
-  // operand may read the result of `merged`.
+  // The operand of `reader` that is the result of `merged` is replaced by the operands of `merged`.
+  // No other operand may read the result of `merged`.
   struct Merge {
     uint32_t reader, merged;
     Signature* signature;  // new signature of the reader
@@ -96,7 +97,7 @@ class FlushGraph {
 
   // --- the schedule, after set_order() ---
 
-  // Sets the schedule's order, as node numbers. Its first node has position `start` in
+  // Sets the schedule's order, as node numbers. The first node of `order` has position `start` in
   // FlushRecord::order.
   void set_order(std::vector<uint32_t> order, uint32_t start) {
     order_ = std::move(order);
@@ -135,8 +136,8 @@ class FlushGraph {
 
   Tape* tape_ = nullptr;
   // The arrays are filled from the last node to the first: when a node is reached, it is already
-  // known whether the node is needed. They have room for all nodes given to build(). Needed nodes
-  // fill the end of the arrays; gap_ entries before them stay unused.
+  // known whether the node is needed. The arrays have room for all nodes given to build(). Needed
+  // nodes fill the end of the arrays; gap_ entries before them stay unused.
   PooledArray<uint32_t> policy_memory_;  // signature_, input_begin_, inputs_
   PooledArray<OfNode> node_memory_;
   PooledArray<Read> read_memory_;

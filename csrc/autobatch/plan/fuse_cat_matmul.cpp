@@ -59,8 +59,8 @@ class CatMatmulFuser {
     return has_cat;
   }
 
-  // Whether the node is a product W x of two matrices and W is trained. A W that is not trained is
-  // mostly the data of one instance.
+  // Whether the node is a product W x of two matrices and W is trained. In most cases, a W that is
+  // not trained is the data of one instance.
   bool is_product(NodeId id) const {
     const Value& w = operand_value(id, 0);
     return tape_.values[w.base].is_graph_input() && w.requires_grad && is_by_row(w) &&
@@ -69,8 +69,8 @@ class CatMatmulFuser {
 
   // Whether the `cat` joins computed matrices along the rows, in a layout that the kernel reads.
   // All matrices must have the same number of rows, because kernels are compiled for that number.
-  // Graph inputs are excluded: user code may write to their memory before backward. With eager's
-  // copy, such a write is no error.
+  // Graph inputs are excluded, because user code may write to their memory before backward. In
+  // eager such a write is no error, because `cat` makes a copy.
   bool joins_rows(NodeId cat) const {
     const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
     if (dim != 0 && dim != -2) return false;

@@ -10,9 +10,9 @@ namespace autobatch {
 
 class FlushGraph;
 
-// Runs before scheduling. Where only one product reads the result of a `cat`, and a small-GEMM
-// kernel exists for the shapes, the product reads the pieces directly, and the `cat` node is
-// removed. Updates `graph`. Returns the number of fused products.
+// Runs before scheduling. A product is fused with a `cat` if no other node reads the result of the
+// `cat` and a small-GEMM kernel exists for the shapes. The product then reads the pieces directly,
+// and the `cat` node is removed. Updates `graph`. Returns the number of fused products.
 size_t fuse_cat_matmul(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 
 // The rule of the fused product. Operand 0 is the weight; the others are the pieces.

@@ -99,8 +99,8 @@ class CatProductRule final : public Rule {
     run_small_products(products, /*disjoint=*/false);
   }
 
-  // Sums the transpose of W's gradient, [A G^T; B G^T]. This way only G has to be transposed, once
-  // for all pieces.
+  // Sums the transpose of W's gradient, [A G^T; B G^T]. For this sum only G has to be transposed,
+  // once for all pieces.
   static void add_to_weight(BackwardBatch& batch) {
     const Geometry& w = *batch.operand_value(0, 0).geometry;
     const int64_t m = w.sizes[0], k = w.sizes[1];

@@ -29,7 +29,7 @@ class SharedInputFuser {
   }
 
  private:
-  // Siblings agree in x, the rule, whether there is a bias, and whether the result requires grad.
+  // Siblings have the same x and rule. All or none have a bias, and all or no results require grad.
   using Kind = std::tuple<ValueId, const Rule*, bool, bool>;
 
   void find_groups() {

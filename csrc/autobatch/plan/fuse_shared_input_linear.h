@@ -1,6 +1,6 @@
-// Fuses sibling products in a subgraph: products of one x with several weights, as in a cell with a
-// linear layer for each gate. They become one product with concatenated weights, and the gates
-// become views of its result, as in code with a single layer and `chunk`.
+// Fuses sibling products in a subgraph. Siblings are products of one x with several weights, as in
+// a cell with a linear layer for each gate. One product with concatenated weights replaces the
+// siblings. The gates become views of the fused result, as in code with a single layer and `chunk`.
 #pragma once
 
 #include "autobatch/subgraph/subgraph.h"
@@ -19,8 +19,8 @@ struct Sibling {
   uint8_t results = 0;
 };
 
-// Makes the rule of a fused node. Its operands are x, with `k` elements, followed by the weight and
-// bias (if any) of each sibling.
+// Makes the rule of a fused node. The operands of the node are x, with `k` elements, followed by
+// the weight and bias (if any) of each sibling.
 std::shared_ptr<const Rule> make_siblings_rule(std::vector<Sibling> siblings, int64_t k);
 
 // Replaces each group of sibling products by one node. Subgraph::captured then holds the tape as it

@@ -54,8 +54,8 @@ class SumFuser {
     }
   }
 
-  // Whether some sum may have kLeastTerms terms, counted without access to the scattered operands.
-  // False for most graphs.
+  // Whether some sum may have kLeastTerms terms. The count does not access the scattered operands.
+  // The result is false for most graphs.
   bool may_have_sums(std::span<const uint8_t> may_add) const {
     std::vector<uint8_t> terms(graph_.size(), 0);
     size_t most = 0;

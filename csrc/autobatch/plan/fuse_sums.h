@@ -1,5 +1,5 @@
-// Fuses chains and trees of additions into one node each: `total = total + loss` over all instances
-// is one call instead of a sequence of calls.
+// Fuses each chain or tree of additions into one node. For example, `total = total + loss` over all
+// instances becomes one call instead of a sequence of calls.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -10,9 +10,9 @@
 namespace autobatch {
 
 // Runs before scheduling. Replaces additions of tensors of one shape and dtype by a sum of all
-// terms, where the user neither holds nor otherwise reads the intermediate results. If the terms
-// are embedding lookups in one matrix, and nothing else reads their results, the lookups become
-// part of the sum. Does not update `graph`. Returns the number of sums.
+// terms. The user must not hold the intermediate results, and only the additions may read them. If
+// the terms are embedding lookups in one matrix, and nothing else reads their results, the lookups
+// become part of the sum. Does not update `graph`. Returns the number of sums.
 size_t fuse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures);
 
 // The sum of terms of one size; the operands are the terms.

@@ -16,7 +16,7 @@ bool must_unfold(const Tape& tape, const Value& value) {
   return subgraph != nullptr && subgraph->feeds[tape.values[value.base].index] != 0;
 }
 
-// Writes a new tape, with new numbers.
+// Builds a new tape with the ops of the subgraphs. Values and nodes get new numbers.
 class Unfolder {
  public:
   Unfolder(Tape& tape, std::vector<uint8_t> unfolds) : old_(tape), unfolds_(std::move(unfolds)) {}

@@ -19,7 +19,7 @@ class Orderer {
     const std::span<uint32_t> members = graph_.members(batch);
     size_t first = 0;
     // Members with the same weight are consecutive. In most batches the first and the last member
-    // agree, so all do.
+    // have the same weight, and therefore all members have it.
     const bool one = signature(members.front()) == signature(members.back());
     for (size_t i = one ? members.size() : 1; i <= members.size(); ++i) {
       if (i < members.size() && signature(members[i]) == signature(members[first])) continue;
@@ -34,7 +34,7 @@ class Orderer {
  private:
   uint32_t signature(uint32_t number) const { return graph_.signature(number); }
 
-  // Random ops keep capture order, in which they draw numbers.
+  // Random ops keep capture order, because they draw numbers in this order.
   bool may_order(uint32_t number) const { return !graph_.kind(number).signature->op->random; }
 
   // Sorts members by the place of their first reader. Members without a reader come last.

@@ -1,5 +1,5 @@
-// Orders the members of each batch as their readers are ordered, so that the readers find their
-// operands contiguous and need not gather them.
+// Orders the members of each batch in the order of their readers. The operands of the readers are
+// then contiguous and need no gather.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"

@@ -11,10 +11,10 @@
 namespace autobatch {
 namespace {
 
-// Minimum size of a batch's results to get a slab of their own. For smaller ones a slab costs more
-// than it saves.
+// Minimum size of the results of a batch that get a separate slab. For smaller results, a separate
+// slab costs more than it saves.
 constexpr int64_t kLeastSpan = int64_t{1} << 12;  // bytes
-// Approximate size in bytes of slabs that are saved for backward, which backward frees one by one.
+// Approximate size in bytes of a slab for backward. Backward frees these slabs one by one.
 constexpr int64_t kLeastSaved = int64_t{1} << 16;
 // How long results are needed.
 enum class Lifetime : uint8_t {
@@ -375,12 +375,12 @@ class Placer {
   std::vector<OutputSpan> spans_;
   std::vector<SpanLayout> layouts_;     // by span
   std::array<LastRead, 8> last_reads_;  // by operand slot modulo 8
-  // (batch, span) pairs: the batch's backward reads the span.
+  // Pairs (batch, span) for which the backward of the batch reads the span.
   std::vector<std::pair<uint32_t, uint32_t>> saved_;
   // By slab of an earlier flush: the last batch whose backward reads it.
   std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
   uint32_t first_slab_ = 0;
-  // (new slab, last batch that uses it or kNone if it is kept).
+  // Pairs (new slab, last batch that uses it). The batch is kNone if the slab is kept.
   std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;
 };
 

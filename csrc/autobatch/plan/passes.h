@@ -2,7 +2,7 @@
 // The passes merge_by_weight, member_order and chunk_batches run after scheduling. Each pass has a
 // switch with its name (common/switches.h), and a function with its name in a separate header or in
 // passes.cpp. The graph of a cell has two other passes, fuse_shared_input_linear and
-// elementwise_fusion. They run once, when the cell is captured.
+// elementwise_fusion, which run when the cell is captured.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -17,7 +17,7 @@
 namespace autobatch {
 
 // Runs the passes before scheduling. `graph` was built from `nodes` and `held` (FlushGraph::build).
-// What each pass did is added to `report`.
+// The effects of each pass are added to `report`.
 void rewrite_graph(Tape& tape, FlushGraph& graph, SignatureTable& signatures,
                    at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* held, Report& report);
 

@@ -13,8 +13,9 @@ class ReaderCounts {
   // Counts reads by nodes of the graph.
   ReaderCounts(Tape& tape, const FlushGraph& graph);
 
-  // Whether only nodes can read the value. Such a value is computed and is not a view, and neither
-  // a tensor of the user nor a view refers to it. The program cannot write to such a value.
+  // Whether only nodes can read the value. A value is private if a node computes it, it is not a
+  // view, and no tensor of the user and no view refers to it. The program cannot write to a private
+  // value.
   bool is_private(ValueId id) const {
     const Value& value = tape_.values[id];
     return !value.is_graph_input() && value.parent == kNone && value.tensor == nullptr &&

@@ -1,7 +1,7 @@
-// Scaled dot product attention over instances of any length. Members of any lengths form one batch;
-// each call covers members of one length, on views of the slabs. Measured on CPU: calls over
-// members padded to one length cost twice as much, and joining a few members in a call saves almost
-// nothing unless they are short.
+// Scaled dot product attention over instances of any length. Instances of different lengths form
+// one batch. The batch makes separate calls for each length, on views of the slabs. Alternatives
+// were measured on a CPU. Padding all members to one length takes twice the time. Joining a few
+// members in one call saves almost no time, except for short members.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
@@ -16,7 +16,7 @@ namespace {
 
 using at::Tensor;
 
-// The number of elements of a query up to which a call costs more than a copy of the operands.
+// If a query has at most this many elements, a call costs more than a copy of the operands.
 constexpr int64_t kSmallQuery = 2048;
 
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // argument and operand numbers
@@ -49,8 +49,8 @@ double scale_of(const BatchView& batch) {
   return scale.has_value() ? *scale : 1 / std::sqrt(width);
 }
 
-// Converts a boolean mask (true: attend) to numbers to add to the scores, 0 or -inf. Returns other
-// masks unchanged.
+// Converts a boolean mask (true: attend) to the numbers 0 or -inf, which are added to the scores.
+// Returns other masks unchanged.
 Tensor as_numbers(const Tensor& mask, const Tensor& like) {
   if (mask.scalar_type() != at::kBool) return mask;
   const Tensor zero = at::zeros({}, like.options());
@@ -67,8 +67,8 @@ Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef s
   return mask.expand(sizes);
 }
 
-// Captures query, key, value and mask as operands. Returns false for a form that neither rule
-// covers.
+// Captures query, key, value and mask as operands. Returns false for calls that no rule of this
+// file covers.
 bool capture_operands(NodeBuilder& builder) {
   for (size_t i = 0; i <= kValue; ++i) {
     if (!builder.is_tensor(i)) return false;
@@ -144,7 +144,7 @@ class FusedAttentionRule final : public Rule {
     }
     if (!steps.empty()) run_attention_steps(batch, steps, scale_of(batch));
     for (const Members& members : calls_for(batch)) {
-      if (is_attention_step(batch, members.front())) continue;  // all members have one size
+      if (is_attention_step(batch, members.front())) continue;  // all members have the same sizes
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
@@ -183,8 +183,8 @@ class FusedAttentionRule final : public Rule {
                builder.argument(kGrouped).toBool()) == kFlash;
   }
 
-  // The operands of one call, with the members' own batch dimensions merged:
-  // [n N, heads, T, width].
+  // The operands of one call. The batch dimensions of all members are merged into one: [n N, heads,
+  // T, width].
   struct Call {
     Call(const BatchView& batch, const Members& members)
         : query(stacked_of(batch, kQuery, members).flatten(0, 1)),
@@ -206,8 +206,8 @@ class FusedAttentionRule final : public Rule {
 
 // --- the formula, for all other calls: with dropout, and for operands of other ranks ---
 
-// Operands are [.., T, width]. Hidden results: the attention weights and, with dropout, the mask
-// for them, scaled by 1 / (1 - p).
+// Operands are [.., T, width]. The hidden results are the attention weights and, with dropout, the
+// dropout mask, scaled by 1 / (1 - p).
 class PlainAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -246,7 +246,7 @@ class PlainAttentionRule final : public Rule {
       const Tensor q = operand(batch, members, kQuery);
       const Tensor k = operand(batch, members, kKey);
       const Tensor scores = scores_of(batch, members, q, k);
-      // Masked rows may attend to nothing; _safe_softmax gives them zero weights.
+      // If a row is fully masked, _safe_softmax gives it zero weights.
       const Tensor weights =
           batch.given(kMask) ? at::_safe_softmax(scores, -1) : at::_softmax(scores, -1, false);
       put_results(batch, 1, members, weights);
@@ -330,8 +330,8 @@ class PlainAttentionRule final : public Rule {
     return at::bmm(q, k.mT()).mul_(scale);
   }
 
-  // `gradient`: of the scores, [B, Tq, Tk]. It is summed over the dimensions along which the mask
-  // is broadcast.
+  // `gradient` is the gradient of the scores, [B, Tq, Tk]. It is summed over the dimensions along
+  // which the mask is broadcast.
   static void add_mask_gradient(BackwardBatch& batch, const Members& members,
                                 const Tensor& gradient) {
     const auto n = static_cast<int64_t>(members.size());
@@ -388,8 +388,8 @@ class ContiguousRule final : public Rule {
 
  private:
   // Returns the dimensions in memory order, without those of size 1. The key contains this order,
-  // because copies with different orders belong to different points of a model. One signature for
-  // both would distort the mean depths that the schedule compares.
+  // because copies with different orders occur at different points of a model. If such copies had
+  // one signature, the mean depths that the schedule compares would be distorted.
   static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
     c10::SmallVector<size_t, 6> order;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

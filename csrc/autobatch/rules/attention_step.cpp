@@ -57,9 +57,9 @@ MatrixPlace row_of(const Tensor& scores, int64_t row, int64_t keys) {
   return {data, 1, keys, scores.size(1), 1};
 }
 
-// Returns a tensor for the scores, one row for each head of each member, filled with -inf. A row is
-// as long as the largest number of keys. The elements after a member's own keys stay -inf, so that
-// their weights are 0.
+// Returns a tensor for the scores, one row for each head of each member, filled with -inf. The
+// length of a row is the largest number of keys in any member. The elements after a member's own
+// keys keep the value -inf, so that their weights are 0.
 Tensor empty_scores(const Batch& batch, const Members& members) {
   int64_t rows = 0, longest = 0;
   for (const int64_t m : members) {
@@ -84,7 +84,8 @@ void each_head(const Batch& batch, const Members& members, const F& f) {
   }
 }
 
-// Writes `sums`, one for each row of the scores, to the members' result 1, each [N, 1, heads].
+// Writes `sums` to result 1 of the members, [N, 1, heads]. There is one sum for each row of the
+// scores.
 void keep_sums(const Batch& batch, const Members& members, const Tensor& sums) {
   GeometryTable geometries;
   Regions from, to;

@@ -5,13 +5,13 @@
 
 namespace autobatch {
 
-// Whether member m has one query that attends to all keys (no mask), on a CPU with kernels of this
-// library for its dtype. `batch` is a batch of scaled_dot_product_attention: result 0 has the shape
-// of the query, [N, heads, T, width], and hidden result 1 is the logsumexp of each row of scores,
-// [N, T, heads].
+// Whether member m has a single query, which attends to all keys (no mask), and this library has
+// CPU kernels for its dtype. `batch` is a batch of scaled_dot_product_attention. Its result 0 has
+// the shape of the query, [N, heads, T, width]. Its hidden result 1 is the logsumexp of each row of
+// scores, [N, T, heads].
 bool is_attention_step(const BatchView& batch, int64_t m);
 
-// Computes the attention of `members`. Keys and values are read in place, whatever their number.
+// Computes the attention of `members`. Keys and values are read in place, for any number of keys.
 void run_attention_steps(Batch& batch, const Members& members, double scale);
 
 }  // namespace autobatch

@@ -1,6 +1,6 @@
-// The interface between a rule's backward and the backward pass: the members that a gradient has
-// reached, and where the gradients of their operands go. Gradients are accumulated in place in flat
-// buffers.
+// The interface between a rule's backward and the backward pass. A rule gets the members that a
+// gradient has reached, and adds the gradients of their operands. Gradients are accumulated in
+// place, in flat buffers.
 #pragma once
 
 #include "autobatch/rules/batch.h"
@@ -12,14 +12,14 @@
 
 namespace autobatch {
 
-// The batch of cell calls that a subgraph (subgraph.h) is run for. Its operands include the cell's
-// weights, so the weights' gradients are added here.
+// The batch of cell calls for which a subgraph (subgraph.h) runs. The operands of this batch
+// include the weights of the cell, so the gradients of the weights are added to this batch.
 class Enclosing {
  public:
   // Returns where to add the gradient of a graph input that is a weight.
   virtual Region target(uint32_t graph_input) = 0;
-  // Returns where to add the gradient of member m's graph input, if it can be added there directly.
-  // Else a region without a buffer.
+  // Returns where to add the gradient of member m's graph input, if direct addition is possible.
+  // Otherwise returns a region without a buffer.
   virtual Region member_target(uint32_t graph_input, int64_t m) = 0;
   virtual bool is_weight(uint32_t graph_input) const = 0;
   // Returns memory for the gradient of `base` in all members: 1-D, uninitialized.
@@ -46,15 +46,16 @@ class GradAccumulator {
   bool wanted(ValueId id) const;
   // Returns the gradient region of `id`, zero-filled if new, and marks `id` reached.
   Region target(ValueId id) { return resolve(id, record_.cut(id), false); }
-  // Like target, but for scatter_add and add_regions, which accept `fresh` regions: the region of a
-  // whole result is `fresh` if nothing was written to it. The caller must write to it before any
-  // other request for the same value.
+  // Like target, but for scatter_add and add_regions, which accept `fresh` regions. The returned
+  // region is `fresh` if it is the region of a whole result and nothing was written to it. The
+  // caller must write to the region before any other request for the same value.
   Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
   // Whether target_to_add would return a `fresh` region.
   bool is_fresh(ValueId id) const;
-  // Like target_to_add, but without a buffer if no gradient is wanted.
+  // Like target_to_add, but returns a region without a buffer if no gradient is wanted.
   Region target_if_wanted(ValueId id);
-  // Like target, but ignores a cut at `id` itself: for a gradient that arrives at a held value.
+  // Like target, but ignores a cut at `id` itself. Used for a gradient that arrives at a held
+  // value.
   Region target_behind(ValueId id);
   // Returns the gradient region of a computed result. The region's buffer is undefined if no
   // gradient has arrived in it.
@@ -63,8 +64,8 @@ class GradAccumulator {
   Enclosing* enclosing() { return enclosing_; }
   // Returns the buffer of a computed result's gradient, zero-filled if no gradient has arrived.
   at::Tensor& buffer(ValueId base);
-  // Zero-fills the gradients of these nodes' results that have not arrived. Call before the
-  // gradients are read.
+  // Fills gradients of these nodes' results with zeros if they have not arrived. Must be called
+  // before the gradients are read.
   void complete(std::span<const NodeId> nodes);
   // Marks the value's node as reached by a gradient that was not written through target().
   void mark_reached(const Value& value);
@@ -78,8 +79,8 @@ class GradAccumulator {
   // Returns the undefined buffer of the gradient of a whole graph input, for the caller to allocate
   // and fill. Null if a gradient has already arrived.
   at::Tensor* untouched_graph_input(ValueId id);
-  // Fills with zeros the tiles of `base` that nothing was written to. Call before `base`'s gradient
-  // is read as a whole.
+  // Fills with zeros the tiles of `base` that nothing was written to. Must be called before the
+  // gradient of `base` is read as a whole.
   void fill_rest(ValueId base);
   // Whether the gradient of `id` has a single contribution.
   bool is_alone(ValueId id) const;
@@ -105,8 +106,9 @@ class GradAccumulator {
   int64_t count_ = 1;
 };
 
-// A batch in backward: the members that a gradient has reached, their operands, results and
-// results' gradients, and where to add the operands' gradients.
+// A batch in backward. Its members are those that a gradient has reached. Gives access to their
+// operands, to their results and to the gradients of the results. Adds the gradients of their
+// operands.
 class BackwardBatch final : public BatchView {
  public:
   BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
@@ -119,11 +121,12 @@ class BackwardBatch final : public BatchView {
 
   // Whether Rule::backward_chain has been run for these members.
   bool chained() const { return half_ == Level::Half::kRest; }
-  // Adds `gradient`, [n, *sizes], to the gradient of result k. Where the result is held, the
-  // gradient goes through its autograd node.
+  // Adds `gradient`, [n, *sizes], to the gradient of result k. If the result is held, the gradient
+  // goes through the result's autograd node.
   void add_to_result(size_t k, const at::Tensor& gradient);
 
-  // Whether these are all members of the batch, so that what forward kept can be used unchanged.
+  // Whether these are all members of the batch. If they are, backward can use the data that forward
+  // kept unchanged.
   bool complete() const { return members_.size() == record_.count; }
   // Bit k: a gradient has reached result k of member m. Bit 7 represents result 7 and all later
   // results.
@@ -137,15 +140,15 @@ class BackwardBatch final : public BatchView {
   // Raises eager's error if an operand no longer has the content that forward read. Call before
   // operands are read again.
   void check_unwritten() const;
-  // Does the same check for one operand. Call immediately before the operand is read, if eager may
-  // save it only for longer instances.
+  // Like check_unwritten() for all operands, but checks one operand. If eager may save the operand
+  // only for longer instances, call this immediately before the operand is read.
   void check_unwritten(size_t slot) const;
 
-  // Results of the members, including hidden ones.
+  // Return results of the members, which may be hidden.
   at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
   at::Tensor result_rows(size_t k, int64_t width) { return rows_of(located_results(k), width); }
   at::Tensor result_flat(size_t k) { return flat_of(located_results(k)); }
-  // Gradients of the results; zeros where no gradient arrived.
+  // Return gradients of the results. They are zero if no gradient has arrived.
   at::Tensor grad_stacked(size_t k) { return stacked_of(located_gradients(k)); }
   at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(located_gradients(k), width); }
   at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
@@ -161,29 +164,30 @@ class BackwardBatch final : public BatchView {
   // A gradient tensor without other owners may become the buffer itself.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // Adds the gradient that `compute` writes to a given tensor of shape `sizes`, which has the
-  // elements of [n, *sizes] in the same order. If the gradient is the first one and the members'
-  // regions are adjacent, the tensor is the gradient's final memory. Otherwise the gradient is
-  // added from the tensor.
+  // Calls `compute` with a tensor of shape `sizes`, to which `compute` must write the gradient. The
+  // tensor has the elements of [n, *operand sizes] in the same order. If the gradient is the first
+  // one and the members' regions are adjacent, the tensor is the final memory of the gradient.
+  // Otherwise the tensor is temporary and is added to the gradient.
   void add_computed(size_t slot, at::IntArrayRef sizes,
                     c10::function_ref<void(at::Tensor&)> compute);
   // Returns the memory for the gradient, [n, *sizes], if the gradient is the first one and the
-  // members' regions are adjacent. Otherwise returns an undefined tensor, and the gradient must be
-  // added. The caller must fill the whole returned tensor.
+  // members' regions are adjacent. Otherwise returns an undefined tensor, and the caller must call
+  // `add`. The caller must fill the whole returned tensor.
   at::Tensor fresh(size_t slot);
-  // Like add, for the unchanged gradient of a result: the operand's gradient may share its memory.
+  // Like add, for the unchanged gradient of a result. The operand's gradient may share memory with
+  // it.
   void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds a gradient [*sizes] that the caller has summed over the members.
   void add_single(size_t slot, const at::Tensor& gradient);
-  // For a shared operand: adds left^T right, or the row sum of left (WeightGradTerm). For a
-  // graph input, products are collected until they are worth one GEMM, at the latest until
+  // For a shared operand: adds left^T right, or the row sum of left (WeightGradTerm). For a graph
+  // input, products are collected until they have enough rows for one GEMM, at the latest until
   // run_levels ends.
   void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
 
-  // For operands that forward repeated to the number of elements of their result: sums the
-  // repetitions.
+  // For operands that forward repeated to the number of elements of their result. Sums the
+  // gradients of the repetitions.
   void add_repeated(size_t slot, const at::Tensor& gradient);
-  // For a shared matrix that forward looked up by row: see index_add_rows.
+  // For a shared matrix whose rows forward looked up. Adds as index_add_rows does.
   void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip,
                 at::IntArrayRef times = {});
 

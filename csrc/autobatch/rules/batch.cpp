@@ -127,8 +127,8 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
   return out;
 }
 
-// Returns the operands, each a row of `width` elements repeated to the size of its member's result.
-// `count` is the total number of rows. The returned tensor is flat.
+// Returns the operands as one 1-D tensor. Each operand is a row of `width` elements and is repeated
+// to the size of its member's result. `count` is the total number of rows.
 at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
   if (shared(slot)) {
     const at::Tensor row = single(slot).reshape({1, width}).expand({count, width});

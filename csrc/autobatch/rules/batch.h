@@ -1,7 +1,7 @@
-// A rule's view of a batch: its members' operands and results, gathered on demand. Values of a
-// batch are ranges of slabs. A signature has one slab, a flat buffer, for each of its outputs. The
-// values in a slab are in the order of the schedule, so the results of a batch's members are
-// adjacent.
+// The interface through which a rule accesses a batch. Operands and results are gathered when the
+// rule asks for them. Each value is a range of a slab, which is a flat buffer. A signature has one
+// slab for each of its outputs. The values in a slab are in the order of the schedule, so the
+// results of a batch's members are adjacent.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -29,9 +29,9 @@ struct Allocation {
   int64_t grad_offset = 0;
 };
 
-// The memory of a flush. A slab lives from the first batch that writes to it to the last batch that
-// reads it. If backward rules read it, it lives until all batches with such rules are
-// differentiated (memory_plan.h).
+// The memory of a flush. A slab exists from the first batch that writes to it until the last batch
+// that reads it. If the backward of some batches reads the slab, the slab exists until backward of
+// all these batches has run (memory_plan.h).
 struct Store {
   std::vector<at::Tensor> slabs;    // 1-D; undefined before and after their lifetime
   std::vector<int64_t> lengths;     // of the slabs, in elements
@@ -62,7 +62,7 @@ struct Store {
   }
 };
 
-// Makes the copies available to all code that runs batches on the store, for the guard's lifetime.
+// While a guard exists, all code that runs batches on the store can use the copies.
 class LentWeightCopies {
  public:
   LentWeightCopies(Store& store, WeightCopies* copies) : store_(store) { store_.copies = copies; }
@@ -88,10 +88,10 @@ struct BatchRecord {
   uint32_t first = 0;  // into FlushRecord::order
   uint32_t count = 0;
   bool needs_grad = false;
-  // A program of the subgraph, and not the rule, adds the addends (Rule::addends).
+  // Whether a program of the subgraph adds the addends (Rule::addends) instead of the rule.
   bool leaves_addends = false;
-  // The first members belong to a divided batch that the previous record began (chunk_batches.h).
-  // The report counts the divided batch as one batch.
+  // Whether the first members belong to a divided batch that starts in the previous record
+  // (chunk_batches.h). The report counts the divided batch as one batch.
   bool goes_on = false;
   uint32_t consumed = 0;          // members differentiated without retain_graph
   const Rule* rule = nullptr;     // the rule that ran the batch
@@ -122,11 +122,12 @@ class NodeSpan {
   size_t step_;
 };
 
-// The part common to forward and backward: some members of one batch, and access to their values.
+// The common base class for forward and backward. It contains some members of one batch and gives
+// access to their values.
 class BatchView {
  public:
-  // `rows`: in a subgraph, where one node represents all members, the rows of the buffers that
-  // belong to these members. If `rows` is empty, the rows start at 0.
+  // `rows` is used in a subgraph, where one node represents all members. It contains the rows of
+  // the buffers that belong to these members. If `rows` is empty, the rows start at 0.
   BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
             std::span<const int64_t> rows = {});
 
@@ -183,12 +184,12 @@ class BatchView {
 
   // Returns the operands stacked, all of the same sizes: [n, *sizes].
   at::Tensor stacked(size_t slot);
-  // Returns the operands as rows of `width` elements: [sum of rows, width]. Members may differ in
-  // their numbers of rows.
+  // Returns the operands as rows of `width` elements: [total number of rows, width]. Members may
+  // have different numbers of rows.
   at::Tensor rows(size_t slot, int64_t width);
-  // Returns the operand of an elementwise op: stacked where the results are uniform, else flat.
+  // Returns the operand of an elementwise op: stacked if the results are uniform, else flat.
   at::Tensor elements(size_t slot) { return uniform_result(0) ? stacked(slot) : flat(slot); }
-  // Returns all elements of all operands in row-major order: [sum of elements], contiguous.
+  // Returns all elements of all operands in row-major order, as a contiguous 1-D tensor.
   at::Tensor flat(size_t slot);
   // Like flat, but repeats each operand to the number of elements of its member's result 0.
   at::Tensor flat_repeated(size_t slot);
@@ -211,7 +212,7 @@ class BatchView {
   mutable std::optional<bool> uniform_first_;  // cache of uniform_result(0)
 };
 
-// A batch in forward: a rule reads the operands and writes the outputs to the batch's range of the
+// A batch in forward. A rule reads the operands and writes the outputs to the batch's range of the
 // slabs.
 class Batch final : public BatchView {
  public:

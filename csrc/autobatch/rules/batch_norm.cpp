@@ -15,7 +15,7 @@ namespace {
 using at::Tensor;
 
 // batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum, eps, ...)
-// without running statistics: their updates are captured separately (running_statistics.h).
+// without running statistics. Their updates are captured separately (running_statistics.h).
 class BatchNormRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != kBias; }

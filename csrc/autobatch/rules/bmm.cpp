@@ -1,6 +1,6 @@
-// Products where each instance has its own matrices, of any sizes. Matrices of one size are one
-// batched matrix product. Products with a vector, and products of several sizes, read the matrices
-// in place (matrix_products.h).
+// Products in which each instance has its own matrices, of any sizes. If all sizes are equal, the
+// products run as one batched matrix product. Products with a vector, and products of different
+// sizes, read the matrices in place (matrix_products.h).
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -68,7 +68,7 @@ class Matrices {
   int64_t item_;
   MatrixPlace first_;
   int64_t count_ = 1;
-  const Geometry* leading_ = nullptr;  // its dimensions before the last two number the matrices
+  const Geometry* leading_ = nullptr;  // matrices are numbered by its leading dimensions
 };
 
 // Products of any sizes, one after the other.
@@ -258,8 +258,8 @@ class RowsVectorRule final : public Rule {
 
 class ProductRule final : public Rule {
  public:
-  // For operands of these ranks. 0: any ranks that matmul takes, except that dimensions before the
-  // last two are not broadcast.
+  // The rule of products of operands with these ranks. 0 means any rank that matmul takes, if the
+  // dimensions before the last two need no broadcasting.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
@@ -313,9 +313,10 @@ class ProductRule final : public Rule {
   }
 
  private:
-  // Returns a word for what distinguishes the products of different points of a model, whose sizes
-  // may vary: the ranks, and which operand is transposed. One signature for `q @ k.mT` and for the
-  // attention weights times v would distort the mean depths that the schedule compares.
+  // Returns a key word with the ranks of both operands and, for each operand, whether it is
+  // transposed. The word distinguishes products at different points of a model, whose sizes may
+  // vary. Without the word, `q @ k.mT` and the product of the attention weights and v would have
+  // one signature. This would distort the mean depths that the schedule compares.
   static uint64_t form_word(const Geometry& x, const Geometry& y) {
     const auto by_row = [](const Geometry& g) {
       return static_cast<uint64_t>(g.strides.back() == 1);
@@ -335,8 +336,8 @@ class ProductRule final : public Rule {
     return row || column || a.back() == 1;
   }
 
-  // Returns the sum of all g y^T, [M, K]. The sum is computed in the orientation with more rows
-  // than columns, in which less data is transposed.
+  // Returns the sum of all g y^T, [M, K]. Computes either the sum or its transpose, in the
+  // orientation with more rows than columns. Less data is transposed in this orientation.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }

@@ -1,5 +1,5 @@
-// For ops whose kernels take instances of one size only: the members of a batch are grouped by
-// size, and each group is one call. Members of different sizes still form one batch.
+// Functions for ops whose kernels take instances of one size only. Members of different sizes still
+// form one batch. They are grouped by size, and each group runs as one call.
 #pragma once
 
 #include "autobatch/rules/rule.h"
@@ -14,8 +14,8 @@ using Members = std::vector<int64_t>;
 // Groups the members so that all members of a group have the same geometry in every operand.
 std::vector<Members> groups_of(const BatchView& batch);
 
-// Returns the operand of these members, [n, *sizes]: a view if they are evenly spaced in memory,
-// else a copy.
+// Returns the operand of these members, [n, *sizes]. Returns a view if the members' operands are
+// evenly spaced in memory, else a copy.
 at::Tensor stacked_of(const BatchView& batch, size_t slot, const Members& members);
 bool lies_stacked(const BatchView& batch, size_t slot, const Members& members);
 

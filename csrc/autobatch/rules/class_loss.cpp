@@ -13,7 +13,7 @@ namespace {
 using at::Tensor;
 
 // cross_entropy_loss(x, target, weight?, reduction, ignore_index, label_smoothing)
-// nll_loss_nd(x, target, weight?, reduction, ignore_index), x being log-probabilities
+// nll_loss_nd(x, target, weight?, reduction, ignore_index), where x contains log-probabilities
 struct Loss {
   const char* op;
   bool log_softmax;  // apply log_softmax to x first; a hidden result keeps its output
@@ -146,7 +146,7 @@ class LossRule final : public Rule {
     return c10::isFloatingType(batch.operand_value(0, 1).dtype);
   }
 
-  // Returns the weights of the log-probabilities in the loss, for targets that are distributions:
+  // For targets that are distributions, returns the weights of the log-probabilities in the loss:
   // [rows, C].
   Tensor coefficients(BatchView& batch) const {
     const int64_t classes = num_classes(batch);
@@ -213,8 +213,8 @@ class LossRule final : public Rule {
     return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
   }
 
-  // Whether each instance has one label and no label is ignored. Labels are read only if reading
-  // them is cheap: in host memory, without class weights.
+  // Whether each instance has one label and no label is ignored. Labels are read only if this is
+  // cheap. They must be in host memory, and there must be no class weights.
   static bool counts_every_label(BatchView& batch, const Counts& counts) {
     const Tensor labels = batch.flat(1);
     if (!has_host_memory(labels.device()) || batch.given(2) || !are_all_one(counts)) return false;
@@ -223,9 +223,10 @@ class LossRule final : public Rule {
                         [skip = ignored(batch)](int64_t label) { return label == skip; });
   }
 
-  // Returns the denominators of a mean, by instance. For distributions, a denominator is the number
-  // of rows. For labels, a denominator is the sum of the class weights of the labels that are not
-  // ignored; 0 / 0 gives NaN, as in eager. Returns an undefined tensor if all denominators are 1.
+  // Returns the denominator of the mean for each instance. For distributions, a denominator is the
+  // number of rows. For labels, a denominator is the sum of the class weights of the labels that
+  // are not ignored; 0 / 0 gives NaN, as in eager. Returns an undefined tensor if all denominators
+  // are 1.
   static Tensor denominators(BatchView& batch, const Counts& counts) {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {

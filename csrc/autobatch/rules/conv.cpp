@@ -1,6 +1,6 @@
-// Convolutions with a shared weight. Instances of one size are one call over the batch dimension,
-// for [C, ..] and [N, C, ..] alike. Sequences of different lengths are one call too: they are
-// joined in one buffer, each with its padding, and results that span two sequences are left out.
+// Convolutions with a shared weight. Instances of one size, [C, ..] or [N, C, ..], run as one call
+// over the batch dimension. Sequences of different lengths also run as one call. They are copied
+// into one buffer, each with its padding. Results that span two sequences are dropped.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -27,8 +27,8 @@ struct Window {
   int64_t groups = 1;
 };
 
-// Reads a list with one number for each dimension, or with one for all. Returns false if a number
-// is less than `least`.
+// Reads a list that has one number for each dimension, or one number for all dimensions. Returns
+// false if a number is less than `least`.
 bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& out) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntVector();
@@ -40,8 +40,8 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& o
   return true;
 }
 
-// Converts padding given by name to the number at each side. Returns false if the two sides differ,
-// or if eager raises an error.
+// Converts padding that is given by name to a number for each dimension. Returns false if the
+// padding differs between the two sides of a dimension, or if eager raises an error.
 bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Window& window) {
   const std::string& name = value.toStringRef();
   if (name != "valid" && name != "same") return false;
@@ -55,7 +55,7 @@ bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Win
 
 // Reads the arguments of conv(input, weight, bias, stride, padding, dilation, groups) or
 // conv_transpose(input, weight, bias, stride, padding, output_padding, groups, dilation). Returns
-// false for values that are left to the op's own checks.
+// false for values that the op itself must check.
 template <class Argument>
 bool read(const Convolution& entry, const Argument& argument, const std::vector<int64_t>& weight,
           Window& window) {
@@ -86,8 +86,8 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
 }
 
 // The positions of sequences that are joined in one buffer [1, C, total], and the positions of
-// their results in a buffer [1, C', result_total]. Each sequence has zeros at both sides and, with
-// these zeros, begins at a multiple of the stride.
+// their results in a buffer [1, C', result_total]. Each sequence has zeros at both sides. The first
+// zero of a sequence is at a multiple of the stride.
 struct Joined {
   std::vector<int64_t> starts, result_starts;  // by sequence
   int64_t total = 0, result_total = 0;
@@ -109,15 +109,15 @@ Joined join(const BatchView& batch, const Window& window) {
   return joined;
 }
 
-// Pairs of regions: a sequence's place in `buffer`, [1, C, total], and its place in its member,
-// [C, length].
+// Pairs of regions. The first region of a pair is a sequence's place in `buffer`, [1, C, total].
+// The second region is the sequence's place in its member, [C, length].
 struct Pairs {
   GeometryTable geometries;
   Regions joined, members;
 
   // Adds the sequences of one member. `whole` is the member's region, [C, length] or
-  // [N, C, length]. The positions of its sequences begin at starts[next]; `next` advances past
-  // them.
+  // [N, C, length]. starts[next] is the position of the member's first sequence. `next` is then
+  // increased by the number of the member's sequences.
   void add(const Tensor& buffer, const Region& whole, const std::vector<int64_t>& starts,
            size_t& next) {
     const Geometry& g = *whole.geometry;

@@ -63,7 +63,7 @@ class JoinRule final : public Rule {
         [&] { copy_regions(from, to); });
   }
 
-  // Adds the gradients of all pieces that need one by a single call.
+  // Adds the gradients of all pieces that need a gradient, by a single call.
   void backward(BackwardBatch& batch) const override {
     Regions from, to;
     reserve(batch, from, to);
@@ -88,7 +88,7 @@ class JoinRule final : public Rule {
     return true;
   }
 
-  // `cat` ignores empty tensors of one dimension, whatever the rank of the other tensors is.
+  // `cat` ignores empty tensors of one dimension. The other tensors may have any rank.
   bool is_left_out(const Value& piece) const {
     return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
   }
@@ -116,8 +116,8 @@ class JoinRule final : public Rule {
   }
 
   // Calls f(member, operand, piece) for each tensor, where `piece` is the strided region that the
-  // tensor fills in the result or in its gradient. Then calls `finish`, while the pieces'
-  // geometries exist.
+  // tensor fills in the result or in its gradient. Then calls `finish`, before the geometries of
+  // the pieces are deleted.
   template <class ResultRegion, class F, class Finish>
   void for_each_piece(const BatchView& batch, const ResultRegion& result_region, const F& f,
                       const Finish& finish) const {
@@ -158,8 +158,8 @@ class JoinRule final : public Rule {
 // --- padding ---
 
 // pad(x, pad, mode, value), constant_pad_nd(x, pad, value): copies x into a filled tensor. The
-// padding after x is not in the signature, so that instances of different lengths that are padded
-// to one length are one batch.
+// signature does not contain the padding after x. So instances of different lengths that are padded
+// to one length form one batch.
 class PadRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -244,7 +244,7 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
 }
 
 // Adds all arguments except the tensor to the key. Returns false if an argument names another
-// device or is no constant.
+// device or is not a constant.
 bool copies_here(NodeBuilder& builder, const Value& x) {
   for (size_t i = 1; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);

@@ -1,6 +1,6 @@
 // Elementwise ops with gradient formulas, for instances of any length: the ops of one tensor
-// (elementwise_ops.inc), of two tensors, and of a tensor and a number. Other elementwise ops:
-// elementwise_by_tag.cpp.
+// (elementwise_ops.inc), of two tensors, and of a tensor and a number. For other elementwise ops,
+// see elementwise_by_tag.cpp.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -15,9 +15,9 @@ namespace {
 using at::Tensor;
 using Arguments = std::vector<c10::IValue>;
 
-// Returns a key word of dtype and rank. Values of different rank ([T, d] and [d]) could share a
-// batch, but they occur at different points of a model, and one signature for both would distort
-// the mean depths that the schedule compares.
+// Returns a key word of dtype and rank. Values of different ranks ([T, d] and [d]) could share a
+// batch, but they occur at different points of a model. If both had one signature, the mean depths
+// that the schedule compares would be distorted.
 uint64_t elementwise_word(const Value& x) {
   return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
 }
@@ -37,12 +37,12 @@ enum class Saves : uint8_t { kNothing, kOperand, kResult };
 struct Unary {
   const char* op;
   Tensor& (*forward)(Tensor& out, const Tensor& x, const Arguments& args);
-  // Returns the gradient of x, from the result's gradient g, x, and the result y.
+  // Returns the gradient of x, given g (the gradient of the result), x and y (the result).
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
   Saves saves = Saves::kOperand;
   // Writes the gradient of x to `o`; null if there is no such kernel.
   void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
-  // Returns the op as a step of an elementwise program; null if it cannot be one.
+  // Returns the op as a step of an elementwise program. Null if the op cannot be a step.
   ElementwiseOp (*step)(const Arguments& args) = nullptr;
 };
 
@@ -100,8 +100,8 @@ class UnaryRule final : public Rule {
     return layout_of(builder, {given}, /*has_number=*/builder.num_arguments() > 1);
   }
 
-  // Returns null for a row-major copy of an operand that is not row-major: ContiguousRule covers
-  // it.
+  // Returns null if the call makes a row-major copy of an operand that is not row-major.
+  // ContiguousRule covers such calls.
   static const Geometry* layout_of_clone(NodeBuilder& builder, const Value& x) {
     const c10::IValue& format = builder.argument(1);
     GeometryTable& table = builder.graph().geometries();
@@ -177,12 +177,12 @@ struct Binary {
   // kernel.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
-  // Returns the op as a step of an elementwise program: kMul, kDiv, or kAdd with the factor of the
-  // right side as its scale. Null if it cannot be one.
+  // Returns the op as a step of an elementwise program: The step is kMul, kDiv or kAdd. The scale
+  // of kAdd is the factor of the right side. Null if the op cannot be a step.
   ElementwiseOp (*step)(const Arguments& args) = nullptr;
 };
 
-// Sums `g`, of the broadcast shape, to `sizes`.
+// Sums `g` over the broadcast dimensions, so that its shape becomes `sizes`.
 Tensor reduced_to(const Tensor& g, at::IntArrayRef sizes) {
   return g.sizes() == sizes ? g : at::sum_to(g, sizes);
 }
@@ -327,8 +327,8 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // Like `sides`, but the tensors have only the right shapes, without the values. Used for ops
-  // whose gradients read no operand.
+  // Like `sides`, but the tensors have the correct shapes and arbitrary values. Used for ops whose
+  // gradients read no operand.
   static Sides shapes(BackwardBatch& batch) {
     Sides s = form_of(batch);
     if (s.form == Form::kElements || s.form == Form::kExpanded) return s;

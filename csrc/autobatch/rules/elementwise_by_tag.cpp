@@ -1,5 +1,5 @@
-// The rule of elementwise ops without a rule of their own: one call over the elements, or rows, of
-// all instances.
+// The rule of elementwise ops that no other rule covers. The batch is one call over the elements,
+// or rows, of all instances.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -59,8 +59,8 @@ class TaggedRule final : public RowsCall {
     return true;
   }
 
-  // The dimensions have the memory order of the inferred geometry: the key contains everything that
-  // determines the order.
+  // The dimensions have the memory order of the inferred geometry, because the key contains
+  // everything that determines the order.
   const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
     const std::vector<int64_t> sizes = *broadcast(geometries(builder));
     GeometryTable& table = builder.graph().geometries();
@@ -109,8 +109,8 @@ class TaggedRule final : public RowsCall {
     return sizes;
   }
 
-  // Whether type promotion would treat the operands of this call unequally: a tensor without
-  // dimensions has lower priority in the choice of the result's dtype.
+  // Whether type promotion would give the operands of this call different priorities. A tensor
+  // without dimensions has lower priority in the choice of the result's dtype.
   static bool promotes(const NodeBuilder& builder, const std::vector<int64_t>& sizes) {
     const c10::ScalarType first = builder.operand_value(0).dtype;
     bool scalar = false, mixed = false;

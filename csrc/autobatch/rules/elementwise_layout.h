@@ -1,6 +1,6 @@
-// The memory layout of an elementwise op's result. Sizes follow from broadcasting. Strides are
-// those that eager's kernels choose: they follow the memory order of the operands, not the order of
-// the dimensions.
+// The memory layout of an elementwise op's result. Sizes follow from broadcasting. Strides are the
+// strides that eager's kernels choose. They follow the memory order of the operands, and not the
+// order of the dimensions.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// Returns the geometry of the operand as the user's program has it. A graph input that was expanded
+// Returns the geometry that the operand has in the user's program. A graph input that was expanded
 // outside the graph is copied (Graph::add_graph_input), but eager's kernels see the strides of the
 // original tensor.
 const Geometry* given_geometry(const Tape& tape, const Value& value);
@@ -19,7 +19,7 @@ const Geometry* given_geometry(const Tape& tape, const Value& value);
 bool row_major_or_expanded(const Geometry& geometry);
 
 // Returns the geometry of the result of an elementwise kernel over `operands`, broadcast together.
-// It is dense, with the dimensions in the order that at::TensorIterator finds
+// The returned geometry is dense, with the dimensions in the order that at::TensorIterator finds
 // (ATen/native/TensorIterator.cpp, `fast_set_up` and `reorder_dimensions`). `has_number`: a Python
 // number is one of the operands. Returns null if the operands do not broadcast, or if the result is
 // empty and not row-major (left to eager).

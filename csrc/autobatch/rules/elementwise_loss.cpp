@@ -1,6 +1,7 @@
-// Losses that are elementwise except for their reduction (mse_loss and similar ones), of instances
-// of any shape: one call without the reduction, and a sum over each instance's elements. Also
-// mse_loss_backward, which is captured when a gradient is taken inside a block.
+// Losses that are elementwise except for their reduction (mse_loss and similar ones), for instances
+// of any shape. One call computes the loss of all elements without the reduction. The elements of
+// each instance are then summed. This file also has the rule of mse_loss_backward, which is
+// captured when a gradient is taken inside a block.
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
@@ -84,8 +85,8 @@ class PointLossRule final : public RowsCall {
     return out;
   }
 
-  // Nothing is summed over broadcast dimensions: only weights broadcast, and autograd gives them no
-  // gradient.
+  // No sum over broadcast dimensions is needed. Only weights are broadcast, and autograd computes
+  // no gradient for them.
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
     batch.add(slot, grad);
   }
@@ -153,7 +154,8 @@ class PointLossRule final : public RowsCall {
   const PointLoss& entry_;
 };
 
-// mse_loss_backward(grad, x, y) of a mean or a sum: (x - y) times one factor for each instance.
+// mse_loss_backward(grad, x, y) of a mean or a sum. The result is (x - y) times one factor for each
+// instance.
 class SquaredErrorGradientRule final : public Rule {
  public:
   bool reads_result(uint32_t) const override { return false; }

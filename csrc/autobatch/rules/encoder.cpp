@@ -1,6 +1,6 @@
-// The op that nn.TransformerEncoderLayer calls in evaluation mode without gradients: a whole layer.
-// Projections and feed-forward are one product over the rows of all instances. Attention is one
-// call for adjacent instances of one length.
+// The op that nn.TransformerEncoderLayer calls in evaluation mode without gradients. The op
+// computes a whole layer. Each linear layer in it is one product over the rows of all instances.
+// Attention is one call for adjacent instances of one length.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
@@ -27,8 +27,8 @@ struct Projection {
   std::optional<int64_t> mask_type;
 };
 
-// Computes self-attention of `n` instances of one length, from their projections [n, T, 3 width],
-// to [n, T, width].
+// Computes self-attention of `n` instances of one length. Takes their projections, [n, T, 3 width],
+// and returns [n, T, width].
 Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
               std::optional<int64_t> mask_type) {
   const int64_t n = projected.size(0), length = projected.size(1);
@@ -44,8 +44,8 @@ Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
   return at::matmul(attention, qkv[2]).transpose(1, 2).reshape({n, length, -1});
 }
 
-// Computes self-attention with its input and output projections, over rows [R, width] that hold
-// `pieces`.
+// Computes self-attention with its input and output projections, over rows [R, width]. The rows
+// contain all `pieces`.
 Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector<Piece>& pieces) {
   const int64_t width = rows.size(1);
   const Tensor projected = at::addmm(p.bias, rows, p.weight.t());
@@ -85,8 +85,8 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
   return pieces;
 }
 
-// Captures argument i as a weight. Returns whether it is a tensor of these sizes that is not
-// computed in the block.
+// Captures argument i as a weight. Returns false if the argument does not have these sizes and the
+// dtype of x, or if it is computed in the block.
 bool is_weight(NodeBuilder& builder, size_t i, const Value& x, at::IntArrayRef sizes) {
   if (!builder.is_tensor(i) || builder.is_computed(i)) return false;
   const Value w = builder.weight(i);
@@ -180,7 +180,7 @@ class EncoderLayerRule final : public Rule {
     if (!norm_first) out.copy_(norm(out, 7));
   }
 
-  // Captured without gradients only.
+  // The op is captured only if no gradients are recorded.
   void backward(BackwardBatch&) const override {}
 
  private:

@@ -1,5 +1,5 @@
-// Ops that fill memory: factories, and the op that copies written pieces to their places
-// (deferred_writes.h).
+// Ops that fill memory. These are the factories, and the op that copies written pieces to their
+// places (deferred_writes.h).
 #include "autobatch/rules/factories.h"
 
 #include "autobatch/common/device_traits.h"
@@ -17,7 +17,7 @@ namespace {
 using at::Tensor;
 
 // `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and similar ops, each with
-// dtype, layout, device, pin_memory and perhaps memory_format at the end. `empty` gives zeros.
+// dtype, layout, device, pin_memory and perhaps memory_format at the end. `empty` returns zeros.
 class FactoryRule final : public Rule {
  public:
   enum Form : uint8_t { kSize, kLike, kNew };
@@ -133,8 +133,8 @@ Tensor assemble(const Tensor& self, at::TensorList places, at::TensorList pieces
   return out;
 }
 
-// assemble(self, places, pieces): a copy of `self` with each piece written to its place. A place is
-// a view of `self`. Places do not overlap. The signature contains no shapes.
+// assemble(self, places, pieces) returns a copy of `self` in which each piece is written to its
+// place. A place is a view of `self`. Places do not overlap. The signature contains no shapes.
 class AssembleRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -202,7 +202,7 @@ class AssembleRule final : public Rule {
     return {whole.buffer, whole.offset + offset, place.geometry};
   }
 
-  // Adds the gradient of self: the result's gradient, with zeros in the places.
+  // Adds the gradient of self, which is the result's gradient with zeros in the places.
   static void add_what_was_kept(BackwardBatch& batch) {
     GeometryTable geometries;
     Regions from, to, zeros, places;

@@ -1,4 +1,4 @@
-// Factory ops, and the op behind deferred writes: the parts that the capture stage uses.
+// Functions that capture uses for factory ops and for the op behind deferred writes.
 #pragma once
 
 #include "autobatch/graph/signature.h"

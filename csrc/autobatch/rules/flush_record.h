@@ -1,5 +1,4 @@
-// The state that a flush leaves behind while something may still be differentiated, and the state
-// of a backward pass over it.
+// The state that a flush keeps for backward, and the state of a backward pass over the flush.
 #pragma once
 
 #include "autobatch/graph/held_memory.h"
@@ -14,9 +13,10 @@
 
 namespace autobatch {
 
-// A contribution to a weight's gradient: `left^T right`, [p, q] from [rows, p] and [rows, q], or,
-// if `right` is undefined, the sum of `left` over its rows, [p]. Contributions are collected over
-// the whole backward pass so that a weight used in many batches takes one GEMM.
+// A contribution to a weight's gradient. It is `left^T right`, [p, q], where `left` is [rows, p]
+// and `right` is [rows, q]. If `right` is undefined, the contribution is the sum of `left` over its
+// rows, [p]. Contributions are collected during the backward pass, so that a weight of many batches
+// needs few GEMMs.
 struct WeightGradTerm {
   at::Tensor left;
   at::Tensor right;
@@ -27,8 +27,8 @@ struct WeightGradTerm {
 struct LevelExport {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
-  // Where the gradient is stored in an export buffer. The place equals the value's place in its
-  // base, except that elements that share memory (after `expand`) have separate gradients.
+  // The place of the gradient in an export buffer. It is equal to the value's place in its base,
+  // with one exception: elements that share memory (after `expand`) have separate gradients.
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   int64_t length = 0;  // of the buffer, in elements
@@ -43,9 +43,9 @@ inline uint64_t export_key(uint32_t level, ValueId held) {
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
 // again. Without such values there is one level.
 struct Level {
-  // Which part of a node's backward to run, if the user holds one of the node's results and another
-  // result is computed from the held one (Rule::result_dependency). kChain is Rule::backward_chain,
-  // and kRest is everything else.
+  // The part of a node's backward that runs. A node's backward is divided if the user holds one of
+  // its results and another result is computed from the held one (Rule::result_dependency). kChain
+  // is Rule::backward_chain, and kRest is everything else.
   enum class Half : uint8_t { kWhole, kChain, kRest };
   struct Part {
     uint32_t batch;
@@ -59,7 +59,7 @@ struct Level {
   std::vector<Part> parts;
 };
 
-// A held tensor that the user has written to through `x.data` or the like. The tensor's version
+// A held tensor that the user has written to, for example through `x.data`. The tensor's version
 // counter does not show the write (overwrites.h).
 struct UnseenWrite {
   ValueId base = kNone;  // the computed value that the tensor was made from
@@ -75,9 +75,9 @@ class Recompute;
 class Trace;
 class Written;
 
-// In a subgraph (subgraph.h): views of one value that do not overlap and together cover it, such as
-// the gates of a product. The first gradient of such a view is written instead of added, so the
-// buffer need not be filled with zeros before.
+// Used in a subgraph (subgraph.h). The tiles of a value are views that do not overlap and that
+// together cover the value, such as the gates of a product. The first gradient of a tile is written
+// instead of added, so the buffer need not be filled with zeros before.
 struct Partition {
   static constexpr uint8_t kNone = 0xFF;
 
@@ -88,7 +88,7 @@ struct Partition {
 
 // The state of one backward pass (one graph task of autograd's engine).
 struct BackwardTask {
-  // A gradient that autograd's engine has brought to a held value.
+  // A gradient that autograd's engine has passed to a held value.
   struct Arrived {
     uint32_t level;
     ValueId value;
@@ -105,15 +105,16 @@ struct BackwardTask {
   std::vector<uint8_t> begun;                 // by result: whether its range in `grads` is written
   std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until used
   std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until used
-  // By export: a zero-filled view, created for all exports of a level at once, that becomes its
-  // entry in `export_grads`.
+  // By export: a zero-filled view that becomes the entry in `export_grads`. The views for all
+  // exports of a level are created at once.
   std::vector<at::Tensor> export_zeros;
   std::vector<Arrived> arrived;     // gradients that are not yet added to `grads`
   std::vector<uint8_t> level_done;  // by level: whether it has been run
   // By level: whether a held value has received a gradient since the level was last run.
   std::vector<uint8_t> level_waits;
   std::vector<uint8_t> consumed;  // by node: differentiated in this pass
-  // By node: bit k: a gradient has reached result k (bit 7: results from 7 on).
+  // By node. Bit k: a gradient has reached result k. Bit 7 represents result 7 and all later
+  // results.
   std::vector<uint8_t> reached;
   std::vector<uint8_t> graph_input_wanted;                            // by graph input
   std::unordered_map<ValueId, std::vector<WeightGradTerm>> products;  // by weight value
@@ -122,17 +123,17 @@ struct BackwardTask {
   bool any_kept = false;              // some graph input's former content is kept (overwrites.h)
   std::vector<UnseenWrite> unseen;    // writes before this pass; sorted by base
   std::unique_ptr<Recompute> replay;  // with create_graph, or for gradients of a transform
-  // By level: number of FlushRecord::feeders that this pass has still to run.
+  // By level: number of FlushRecord::feeders that have not yet run in this pass.
   std::vector<uint32_t> feeders_left;
   bool reopened = false;  // some level was made ready to run again
   // Batches that are differentiated and whose values are not yet released.
   std::vector<uint32_t> finished;
   const Partition* partition = nullptr;  // of a subgraph, else null
-  // Of a subgraph, by base: bit t: nothing has been written to tile t yet.
+  // In a subgraph, by base. Bit t: nothing has been written to tile t yet.
   std::vector<uint64_t> unwritten;
 };
 
-// The state that a flush leaves behind while something may still be differentiated.
+// The state that a flush keeps until backward can no longer reach it.
 struct FlushRecord {
   Tape tape;
   Store store;
@@ -140,7 +141,8 @@ struct FlushRecord {
   std::vector<NodeId> order;     // live nodes, batch after batch
   std::vector<BatchRecord> batches;
   std::shared_ptr<Trace> trace;  // of the scope; null unless tracing is on
-  // Of an open record, by node that ran: longest chain of ops up to it (Report::depth).
+  // In an open record, by node that ran: the length of the longest chain of ops up to the node
+  // (Report::depth).
   std::vector<uint32_t> depths;
 
   std::vector<HeldValue> held;
@@ -167,11 +169,11 @@ struct FlushRecord {
   // By the id of autograd's graph task.
   std::unordered_map<int, std::unique_ptr<BackwardTask>> tasks;
 
-  // Returns the held value whose autograd node receives the gradient of `id`, or kNone: the nearest
-  // held value on the way from `id` to its base.
+  // Returns the held value whose autograd node receives the gradient of `id`, or kNone. This is the
+  // nearest held value on the chain of views from `id` to its base.
   ValueId cut(ValueId id) const;
   bool divided(NodeId node) const { return !is_divided.empty() && is_divided[node] != 0; }
-  // Returns where the gradient of `id` is stored in the gradient of `cut`. `id` is `cut` or a view
+  // Returns the place of the gradient of `id` within the gradient of `cut`. `id` is `cut` or a view
   // of `cut`. Elements of `cut` may share memory, but their gradients do not.
   ElementMap element_map(ValueId id, ValueId cut);
   // Whether the values computed for `id` still exist.

@@ -1,4 +1,4 @@
-// The rule "functorch": a batch runs as one call under functorch's own batching rules, over the
+// The rule "functorch". A batch runs as one call under functorch's own batching rules, over the
 // stacked operands. Gradients go through a local autograd graph on detached operands.
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/rules/loop.h"
@@ -17,7 +17,8 @@ namespace {
 
 using torch::jit::Stack;
 
-// Disables functorch's warning about its own loop fallback: the report has this information.
+// Disables functorch's warning about its own loop fallback, because the report has this
+// information.
 class QuietFallback {
  public:
   QuietFallback() : before_(at::functorch::isVmapFallbackWarningEnabled()) {
@@ -57,18 +58,18 @@ class VmapLevel {
   int64_t level_;
 };
 
-// Whether the op's batching rule is wrong if operand 0 is not batched: a shared tensor is filled
-// with the value of one instance (PyTorch 2.13).
+// Whether the op's batching rule is wrong if operand 0 is not batched. The rule then fills a shared
+// tensor with the value of one instance (PyTorch 2.13).
 bool stacks_first(const OpInfo& op) { return op.name == "aten::index_fill.int_Tensor"; }
 
 // Whether the batched call takes the operand unstacked. Operands of random ops are stacked even if
-// all members have the same one, so that each member draws its own numbers.
+// all members have the same operand, so that each member draws its own numbers.
 bool is_broadcast(BatchView& batch, size_t slot) {
   const OpInfo& op = *batch.signature().op;
   return !op.random && batch.shared(slot) && !(slot == 0 && stacks_first(op));
 }
 
-// Returns the operand, stacked or as it is. An operand that aliases the memory of a graph input
+// Returns the operand, stacked or unchanged. An operand that aliases the memory of a graph input
 // gets the graph input's version counter, because functorch's call may save other tensors than
 // eager's call.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
@@ -131,7 +132,7 @@ bool matches(const at::Tensor& out, const Value& value, int64_t n) {
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
 }
 
-// Ops whose batching rule, for an operand without dimensions, mistakes the batch dimension for
+// If an operand has no dimensions, the batching rules of these ops mistake the batch dimension for
 // dimension 0. All of ATen's ops with dimension arguments were examined, in PyTorch 2.13.
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
                                                  "aten::_log_softmax_backward_data"};
@@ -211,15 +212,15 @@ class FunctorchRule final : public Rule {
   // Returns what forward kept, or recomputes it for the members that were reached.
   static LocalGraph graph_of(BackwardBatch& batch) {
     const LocalGraph& kept = batch.record().local.front();
-    // Rows without a gradient must not take part: 0 * NaN is NaN.
+    // Rows without a gradient must be left out, because 0 * NaN is NaN.
     if (batch.complete() && !is_divided(kept, batch)) return kept;
     batch.check_unwritten();
     const ContextGuard context(batch.signature().context);
     return call_batched(batch, true);
   }
 
-  // Whether an operand that forward passed once for all members has gradients that go to different
-  // places.
+  // Whether there is an operand that forward passed once for all members, but whose gradients go to
+  // different places.
   static bool is_divided(const LocalGraph& graph, BackwardBatch& batch) {
     for (size_t s = 0; s < graph.shared.size(); ++s) {
       if (batch.given(s) && graph.shared[s] != 0 && !is_broadcast(batch, s)) return true;
@@ -227,7 +228,8 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Whether the batching rule is right for this batch. If not, notes the reason in the signature.
+  // Whether the batching rule is correct for this batch. If not, stores the reason in the
+  // signature.
   bool is_trusted(const Batch& batch, Signature& signature) const {
     if (!miscounts_dims(batch)) return true;
     signature.note = "functorch takes the batch for a dimension of what has none";
@@ -235,8 +237,8 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Runs the batch by functorch. Returns false, and notes the reason in the signature, if functorch
-  // has no rule or gives another shape or dtype than eager.
+  // Runs the batch by functorch. Returns false if functorch has no rule, or if its result does not
+  // have the shape and dtype of eager's result. Then stores the reason in the signature.
   bool try_batched(Batch& batch) const {
     Signature& signature = *batch.record().signature;
     LocalGraph graph;

@@ -7,7 +7,7 @@ bool is_optional_tensor_list(const NodeBuilder& builder, size_t i) {
   return autobatch::is_optional_tensor_list(*builder.op().handle.schema().arguments()[i].type());
 }
 
-// embedding(.., sparse): the gradient is a sparse tensor, which no slab can hold.
+// Whether the op is embedding(.., sparse). Its gradient is a sparse tensor, which no slab can hold.
 bool gives_sparse_gradient(const NodeBuilder& builder) {
   return builder.op().name == "aten::embedding" && builder.argument(4).toBool();
 }
@@ -40,7 +40,7 @@ bool is_custom_function(const OpInfo& op) {
 bool capture_all_arguments(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
-    builder.do_not_cache();  // a call's number alone does not identify the call for a cell
+    builder.do_not_cache();  // the number of a call does not identify the call for a cell
   const bool gaps = keeps_gaps(builder.op().name);
   for (size_t i = 0; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
@@ -110,7 +110,7 @@ RuleTable generic_exceptions() {
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},
       {"aten::linspace.Scalar_Tensor", &loop_rule()},
-      // Random ops whose gradient does not depend on the drawn numbers: backward need not draw
+      // Random ops whose gradient does not depend on the drawn numbers, so backward need not draw
       // again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},
@@ -118,7 +118,7 @@ RuleTable generic_exceptions() {
       {"aten::normal.Tensor_float", &functorch_rule()},
       {"aten::normal.float_Tensor", &functorch_rule()},
       {"aten::normal.Tensor_Tensor", &functorch_rule()},
-      // functorch's gradient of `src` is the right one times the width of `src` (PyTorch 2.13).
+      // functorch's gradient of `src` is too large by a factor, the width of `src` (PyTorch 2.13).
       {"aten::select_scatter", &loop_rule()},
   };
 }

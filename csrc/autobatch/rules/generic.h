@@ -1,6 +1,6 @@
-// The generic rules, which run every op without a native rule: "functorch" (functorch.cpp) runs a
-// batch as one call, "loop" (loop.h) as one call per member. generic.cpp chooses the rule for each
-// op. A batch that functorch cannot run is run by the loop (functorch.cpp).
+// The generic rules, which run every op without a native rule. The rule "functorch" (functorch.cpp)
+// runs a batch as one call. The rule "loop" (loop.h) makes one call per member. generic.cpp chooses
+// the rule for each op. A batch that functorch cannot run is run by the loop (functorch.cpp).
 #pragma once
 
 #include "autobatch/rules/local_autograd.h"
@@ -20,10 +20,10 @@ bool is_optional_tensor_list(const c10::Type& type);
 // captured as a whole.
 bool capture_all_arguments(NodeBuilder& builder);
 
-// For an op whose functorch batching rule gives eager's values but not eager's gradient: batches
-// that need a gradient run as a loop.
+// The rule of an op whose functorch batching rule computes eager's values, but not eager's
+// gradient. Batches that need a gradient run as a loop.
 const Rule& differentiated_loop_rule();
-// For lstm_cell on a device that has a kernel for it.
+// The rule of lstm_cell on a device that has a kernel for it.
 const Rule& kernel_cell_rule();
 // functorch_rule() for lstm_cell, whose h' depends on c'.
 const Rule& functorch_lstm_cell_rule();

@@ -1,4 +1,4 @@
-// `_grouped_mm` of rows sorted by expert, with one weight for all instances: the rows of all
+// `_grouped_mm` of rows sorted by expert, with one weight for all instances. The rows of all
 // instances are sorted together, so that there is one product for each expert.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
@@ -142,7 +142,7 @@ class GroupedMatmulRule final : public Rule {
     return width * static_cast<int64_t>(sizeof(float)) % kAlignment == 0;
   }
 
-  // Computes eager's results if the ends are invalid.
+  // Used if the ends are invalid. Calls eager's op for each member.
   static void run_each(const Batch& batch, const Tensor& x, const Tensor& w, const Tensor& ends,
                        const Tensor& out) {
     int64_t first = 0;

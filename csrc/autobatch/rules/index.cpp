@@ -1,4 +1,5 @@
-// Lookups by index. Indices are data: neither their values nor their number split a batch.
+// Lookups by index. The signature does not contain the indices or their number. So calls with
+// different indices share a batch.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/rules/row_positions.h"
@@ -14,8 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// Whether eager raises an error at the call: it refuses embeddings of complex numbers that require
-// grad. In this case, leaves the call to eager.
+// Whether eager raises an error at the call. Eager does so for embeddings of complex numbers that
+// require grad. If so, leaves the call to eager.
 bool refuses(NodeBuilder& builder, const Value& weight) {
   if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
   builder.leave_to_eager();
@@ -384,7 +385,8 @@ class EmbeddingBagRule final : public Rule {
     Tensor first_bag;  // by index: the first bag of its member
   };
 
-  // Mode max: adds the gradient to the row that each element of a bag came from.
+  // For mode max. Adds the gradient of each element of a bag to the row from which the element was
+  // taken.
   static void add_largest(BackwardBatch& batch, const Tensor& g) {
     const int64_t width = g.size(1);
     const Tensor rows = batch.result_rows(3, width);

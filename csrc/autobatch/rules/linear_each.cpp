@@ -1,6 +1,6 @@
 // Products of any number of rows with a matrix that belongs to the instance, such as a weight after
-// a step of gradient descent. Zeros pad the instances to equal numbers of rows, for one batched
-// product.
+// a step of gradient descent. The instances are padded with zeros to equal numbers of rows, so that
+// one batched product computes them.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/by_shape.h"
@@ -22,7 +22,7 @@ namespace {
 using at::Tensor;
 
 // Members whose rows are padded to `longest`, the largest number of rows. Each member has more than
-// half as many rows.
+// longest / 2 rows.
 struct Padded {
   Members members;
   std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch

@@ -22,8 +22,9 @@ std::vector<at::Tensor> results_of(const torch::jit::Stack& stack);
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad);
 
 // Computes the gradients of the local graph's inputs from the gradients of its outputs; an
-// undefined tensor means no gradient. `cut`: an output that other outputs are computed from and
-// whose gradient is already complete, so that their contributions to it are dropped.
+// undefined tensor means no gradient. `cut`: an output from which other outputs are computed, and
+// whose gradient is already complete. Contributions of the other outputs to this gradient are
+// dropped.
 std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::Tensor> gradients,
                                       uint32_t cut = kNone);
 

@@ -11,8 +11,8 @@
 namespace autobatch {
 namespace {
 
-// Returns a graph for member m after the kept one was released. The op saves no values, so any
-// operand values give the right gradient.
+// Returns a graph for member m if the kept graph was released. The op saves no values, so the
+// gradient does not depend on the values of the operands.
 LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   const ContextGuard context(batch.signature().context);
   const at::AutoGradMode grad_mode(true);
@@ -31,8 +31,8 @@ LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   return graph;
 }
 
-// For ops whose functorch batching rule gives eager's values but not eager's gradient: batches that
-// need a gradient run as a loop.
+// The rule of ops whose functorch batching rule computes eager's values, but not eager's gradient.
+// Batches that need a gradient run as a loop.
 class DifferentiatedLoopRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {

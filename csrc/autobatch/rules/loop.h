@@ -1,5 +1,4 @@
-// The rule "loop": a batch runs as one call per member. Gradients go through a local autograd
-// graph.
+// The rule "loop". A batch makes one call per member. Gradients go through a local autograd graph.
 #pragma once
 
 #include "autobatch/rules/generic.h"
@@ -21,7 +20,7 @@ class LoopRule : public Rule {
   void backward_chain(BackwardBatch& batch) const override;
   at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override;
 
-  // Runs backward member by member where forward ran all members in one call.
+  // Runs backward member by member, although forward ran all members in one call.
   void backward_again(BackwardBatch& batch) const;
 
  private:

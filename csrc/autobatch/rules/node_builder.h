@@ -1,5 +1,5 @@
-// What a rule writes while it captures a call: the node's operands, the key of its signature, and
-// its results.
+// The object that a rule fills while it captures a call. It contains the node's operands, the key
+// of the signature, and the results.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -10,7 +10,7 @@
 
 namespace autobatch {
 
-// Describes a node during capture: the rule reads the op's arguments and adds operands, words of
+// Describes a node during capture. The rule reads the op's arguments and adds operands, words of
 // the signature's key, and results.
 class NodeBuilder {
  public:
@@ -34,21 +34,22 @@ class NodeBuilder {
   bool is_computed(const at::Tensor& tensor) const;
 
   // --- operands, in the order in which the rule will read them ---
-  // Adds argument i, a tensor of this instance, and returns its value. The key gets its device, but
-  // neither its shape nor its dtype.
+  // Adds argument i, a tensor of this instance, and returns its value. The device becomes part of
+  // the key, but shape and dtype do not.
   Value operand(size_t i);
   // Adds the tensor at index `element` of argument i, a list.
   Value operand(size_t i, size_t element);
-  // Adds argument i, a tensor that all members of a batch share: its identity goes into the key.
+  // Adds argument i, a tensor that all members of a batch share: the identity of the tensor becomes
+  // part of the key.
   Value weight(size_t i);
   Value weight(size_t i, size_t element);
   // Adds the place of an optional tensor that was not given.
   void absent(size_t i, size_t element = kNone);
-  // Adds argument i, a Python number that arrives as a tensor, as a constant: its value goes into
-  // the key.
+  // Adds argument i, a Python number that arrives as a tensor, as a constant: its value becomes
+  // part of the key.
   void python_number(size_t i);
-  // Adds all tensors of argument i, a list whose length the key leaves out. The op must have no
-  // other operands.
+  // Adds all tensors of argument i, a list. The length of the list does not become part of the key.
+  // The op must have no other operands.
   void variadic(size_t i);
 
   // --- the key ---
@@ -72,7 +73,7 @@ class NodeBuilder {
   bool left_to_eager() const { return left_to_eager_; }
   // Sets the device of the results of an op without operands.
   void on_device(c10::Device device) { device_ = device, device_known_ = true; }
-  // Declares that the op returns argument i itself: no node is added.
+  // Declares that the op returns argument i itself. In this case, no node is added.
   void return_argument(size_t i) { returned_ = static_cast<uint32_t>(i); }
   uint32_t returned_argument() const { return returned_; }
 

@@ -9,9 +9,9 @@
 
 namespace autobatch {
 
-// The order of packed rows. Sequences are sorted by length, the longest first, and rows by step, so
-// that the sequences still running at a step are the first ones. Row begin(t) + s is step t of the
-// sequence at place s.
+// The order of packed rows. Sequences are sorted by length, the longest first. Rows are sorted by
+// step. So at each step, the sequences that have not ended are the first ones. Row begin(t) + s is
+// step t of the sequence at place s.
 class Packing {
  public:
   explicit Packing(const std::vector<int64_t>& lengths);
@@ -20,9 +20,9 @@ class Packing {
   int64_t steps() const { return static_cast<int64_t>(begin_.size()) - 1; }
   int64_t rows() const { return begin_.back(); }
   int64_t begin(int64_t step) const { return begin_[step]; }
-  // The number of sequences that are at least `step + 1` long.
+  // Returns the number of sequences with more than `step` steps.
   int64_t count(int64_t step) const { return step < steps() ? begin_[step + 1] - begin_[step] : 0; }
-  // The index, in the constructor's `lengths`, of the sequence at place s.
+  // Returns the index, in the constructor's `lengths`, of the sequence at place s.
   int64_t sequence(int64_t s) const { return sequence_[s]; }
 
  private:
@@ -38,15 +38,15 @@ class Sequences {
 
   const Packing& packing() const { return *packing_; }
 
-  // By packed row: its row in the members' concatenated [T, B, ..] tensors, or in their [B, T, ..]
-  // tensors if `batch_first`.
+  // Returns, for each packed row, its row in the members' concatenated tensors. These tensors are
+  // [T, B, ..], or [B, T, ..] if `batch_first`.
   std::vector<int64_t> rows(bool batch_first) const;
 
-  // By place: the row of `run` in the members' concatenated states [runs, B, ..].
+  // Returns, for each place, the row of `run` in the members' concatenated states [runs, B, ..].
   std::vector<int64_t> states(int64_t run, int64_t runs) const;
 
-  // By packed row of `some`: the packed row of this object. `some` has the sequences of the members
-  // at `positions` of this object.
+  // Returns, for each packed row of `some`, the packed row of this object. `some` has the sequences
+  // of the members at `positions` of this object.
   std::vector<int64_t> rows_of(const Sequences& some, const std::vector<int64_t>& positions) const;
 
  private:

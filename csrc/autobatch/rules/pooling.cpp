@@ -25,8 +25,9 @@ struct Window {
   std::optional<int64_t> divisor;
 };
 
-// Reads an argument that is one number, or one for each dimension, into the last `dims` elements of
-// `out`. Returns false if the argument has another form or a number is below `least`.
+// Reads an argument into the last `dims` elements of `out`. The argument has one number for all
+// dimensions, or one for each dimension. Returns false if the argument has another form or a number
+// is below `least`.
 bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2]) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntVector();

@@ -1,5 +1,5 @@
-// Random ops, with one draw for the whole batch. The distribution is the same as in eager, but an
-// instance gets other random numbers.
+// Random ops, with one draw for the whole batch. The distribution is the same as in eager, but the
+// random numbers of an instance differ.
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -53,8 +53,8 @@ class DropoutRule final : public Rule {
   }
 };
 
-// alpha_dropout and feature_alpha_dropout, if nothing is dropped: the op returns its argument.
-// Otherwise a generic rule captures the call.
+// alpha_dropout and feature_alpha_dropout, if nothing is dropped. The op then returns its argument.
+// All other calls are captured by a generic rule.
 class NoDropoutRule final : public Rule {
  public:
   bool capture(NodeBuilder& builder) const override {

@@ -1,6 +1,6 @@
-// Reductions that are not segment ops (segment_ops.cpp): sums and means over dimensions that are
-// not adjacent, for instances of one shape; softmax over the last dimension, for instances with any
-// number of rows; medians.
+// Reductions that segment_ops.cpp does not cover. Sums and means over dimensions that are not
+// adjacent take instances of one shape. Softmax over the last dimension takes instances with any
+// number of rows. Medians take instances with equal numbers of elements.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/cpu_dispatch.h"
 #include "autobatch/rules/rule.h"
@@ -123,8 +123,8 @@ const Softmax kSoftmax[] = {
     {"aten::log_softmax.int", at::_log_softmax_out, at::_log_softmax_backward_data},
 };
 
-// Softmax over the last dimension where there is no kernel for rows of different widths: all rows
-// of a batch have one width. Other calls: segment_ops.cpp.
+// Softmax over the last dimension, if there is no kernel for rows of different widths. All rows of
+// a batch have the same width. segment_ops.cpp covers the other calls.
 class SoftmaxRule final : public Rule {
  public:
   explicit SoftmaxRule(const Softmax& entry) : entry_(entry) {}
@@ -215,9 +215,9 @@ class MedianRule final : public Rule {
 
 // --- operands without dimensions ---
 
-// Ops that return an operand without dimensions unchanged. Their rules pass the operand's gradient
-// on unchanged too. The ops' own formulas, with powers or quotients, would change the gradient of
-// an infinite value.
+// Ops that return an operand unchanged if it has no dimensions. Their rules pass the operand's
+// gradient on unchanged too. The ops' own formulas, with powers or quotients, would change the
+// gradient of an infinite value.
 struct NumberOp {
   const char* op;
   int dim, dtype;  // argument numbers, or -1

@@ -1,4 +1,5 @@
-// nn.LSTM, nn.GRU and nn.RNN: runs the calls of all instances together, whatever their lengths.
+// The rules of nn.LSTM, nn.GRU and nn.RNN. The calls of all instances run together, for sequences
+// of any lengths.
 #include "autobatch/rules/rnn.h"
 
 #include "autobatch/common/device_traits.h"
@@ -17,7 +18,7 @@ namespace {
 
 using at::Tensor;
 
-// The form of the layers, as the signature determines it. The ops are
+// The form of the layers, which the signature determines. The ops are
 //   op(input, hx, params[], has_biases, num_layers, dropout, train, bidirectional, batch_first)
 // -> (output, hy[, cy]). A run is one layer in one direction. Operands: the input, the state(s),
 // then the weights by run.
@@ -284,7 +285,7 @@ class RecurrentLayerRule final : public Rule {
     return geometries.intern({width, length, row}, {row, width * row, 1});
   }
 
-  // Returns the number of the hidden result that holds the dropout mask of the input of `layer`.
+  // Returns the index of the hidden result that contains the dropout mask of the input of `layer`.
   static size_t mask_of(const Form& form, int64_t layer) {
     return form.num_states() + static_cast<size_t>(layer);
   }

@@ -1,7 +1,8 @@
-// The recurrences of nn.LSTM, nn.GRU and nn.RNN over sequences of different lengths: one direction
-// of one layer, forward and backward. One GEMM over all rows computes the input's contribution to
-// the gates; the gradients of the weights and of the input are also one GEMM each. A step is one
-// GEMM with the recurrent weight and a few passes over its gates.
+// The recurrences of nn.LSTM, nn.GRU and nn.RNN over sequences of different lengths. A call runs
+// one direction of one layer, forward or backward. One GEMM over all rows computes the input's
+// contribution to the gates. The gradient of each weight, and the gradient of the input, is also
+// one GEMM. A step of the recurrence is one GEMM with the recurrent weight and a few passes over
+// the gates.
 #pragma once
 
 #include "autobatch/rules/packed_sequence.h"
@@ -53,15 +54,16 @@ at::Tensor lstm_step_backward(const Trace& step, const at::Tensor& gh, const at:
                               const at::Tensor& gates);
 
 // Runs the recurrence over the packed rows `x` and writes h after each step to the rows of `y`,
-// which may be columns of a wider tensor. `h` and `c`, by place, are the initial states; the final
-// states replace them. If `trace` is not null, the values that backward reads are stored there.
+// which may be columns of a wider tensor. `h` and `c`, by place, contain the initial states and are
+// overwritten by the final states. If `trace` is not null, the values that backward reads are
+// stored there.
 void run_recurrence(const Packing& packing, const Direction& d, const at::Tensor& x,
                     const at::Tensor& y, const at::Tensor& h, const at::Tensor& c, Trace* trace);
 
 // Gradients, by packed row.
 struct GateGradients {
-  // Gradients of the contributions of the input and of h to the gates. Except for GRU, both are one
-  // tensor.
+  // Gradient of the input's contribution to the gates, and gradient of h's contribution. Except for
+  // GRU, both are the same tensor.
   at::Tensor from_x, from_h;
   at::Tensor projected;  // of h, if it was projected
 };

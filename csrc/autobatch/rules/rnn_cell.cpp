@@ -1,5 +1,5 @@
-// Recurrent cells, each as one node with two GEMMs. The gates are computed in place, or by eager's
-// fused kernel on devices that have one (CUDA).
+// Recurrent cells. Each call is one node with two GEMMs. The gates are computed in place, or by
+// eager's fused kernel on devices that have one (CUDA).
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/rnn.h"
@@ -56,7 +56,8 @@ bool capture_weights(NodeBuilder& builder, size_t first, const Value& x, const V
   return true;
 }
 
-// Whether the value can be a state or an input: [B, width], with the same B for all of a cell.
+// Whether the value can be a state or an input: [B, width], with the same B for all states and
+// inputs of a cell.
 bool is_rows(const Value& v, const Value& like) {
   return v.geometry->dim() == 2 && v.dtype == like.dtype && is_float(v) && row_major(v) &&
          v.geometry->sizes[0] == like.geometry->sizes[0] && v.geometry->sizes[1] > 0;
@@ -104,8 +105,8 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
 }
 
 // lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
-// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. Backward recomputes
-// tanh(c'), which would otherwise be a seventh of the kept values.
+// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. Backward computes
+// tanh(c') again. If it were kept, it would be a seventh of the kept values.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }

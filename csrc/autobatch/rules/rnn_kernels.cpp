@@ -44,7 +44,8 @@ struct Rows {
 
 // --- forward, after the gates are activated ---
 
-// Gates i, f, g, o. Updates c in place; copies its former value to `before`, if defined.
+// Gates i, f, g, o. Updates c in place; copies the former value of c to `before`, if `before` is
+// defined.
 template <class T>
 void lstm_cell_state(const Tensor& gates, const Tensor& c, const Tensor& before) {
   const int64_t width = c.size(1);
@@ -192,7 +193,7 @@ Scratch scratch_for(const Direction& d, int64_t sequences, bool kept) {
 }
 
 // Computes one step. `gates` contains the input's contribution and becomes the activated gates. `h`
-// and `c` are the states of the sequences still running, and are updated in place.
+// and `c` are the states of the sequences that have not ended. They are updated in place.
 void lstm_step(const Direction& d, Tensor& gates, Tensor h, const Tensor& c, const Trace& kept,
                const Scratch& scratch) {
   const int64_t n = c.size(0), width = c.size(1);
@@ -250,7 +251,7 @@ Tensor project_input(const Direction& d, const Tensor& x) {
   return multiply(x, d.w_ih.t(), nullptr, one_sum ? d.b_ih + d.b_hh : d.b_ih);
 }
 
-// Returns the steps in the order of execution.
+// Returns the indices of the steps in the order of execution.
 std::vector<int64_t> order_of(const Packing& packing, bool downwards) {
   std::vector<int64_t> order(packing.steps());
   std::iota(order.begin(), order.end(), 0);
@@ -345,7 +346,7 @@ GateGradients run_recurrence_backward(const Packing& packing, const Direction& d
         at::threshold_backward_out(gx, g, kept.gates, 0);
       }
     });
-    // Sequences that start at this step have no h before it except the initial one.
+    // For sequences that start at this step, only the initial h exists before the step.
     const int64_t before = initial ? n : d.reverse ? packing.count(t + 1) : t > 0 ? n : 0;
     if (before == 0) continue;
     Tensor g_before = part(g, 0, before);

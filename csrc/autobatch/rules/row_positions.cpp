@@ -68,7 +68,7 @@ std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
 
 // --- the lookups of a member ---
 
-// Where the lookups read the values of one index operand.
+// Gives the lookups access to the values of one index operand.
 class IndexValues {
  public:
   enum class Kind : uint8_t {
@@ -234,9 +234,10 @@ void visit_each(const RowLookups& lookups, size_t d, int64_t row, Offsets offset
   }
 }
 
-// Computes the rows by ATen's ops. The host sends a table. For each lookup the table contains the
-// row without the indices' contribution and, for each list, the position of the index, the rows
-// between consecutive indices, and the length of the indexed dimension.
+// Computes the rows by ATen's ops, from a table that the host sends. For each lookup, the table
+// contains the row without the indices' contribution. For each lookup and list, it also contains
+// the position of the index, the number of rows between consecutive indices, and the length of the
+// indexed dimension.
 Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width) {
   const AllLookups lookups(indexing, batch, first, width, IndexValues::Kind::kPositions);

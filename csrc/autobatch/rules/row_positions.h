@@ -1,5 +1,6 @@
-// Computes the rows that the indices of an op refer to, where the tensors of all members of a batch
-// are concatenated. A row is the `width` elements behind the indexed dimensions.
+// Computes the rows that the indices of an op refer to. Rows are counted in the concatenated
+// tensors of all members of a batch. A row consists of the `width` elements behind the indexed
+// dimensions.
 #pragma once
 
 #include "autobatch/rules/rule.h"
@@ -53,8 +54,8 @@ IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& b
 
 // Returns the rows that the indices of all members refer to, in row-major order of the lookups:
 // int64 [R], on the device of the indices. `first`: by member, the first row of its tensor x.
-// `width`: row_width of the batch. On the CPU, raises an error for an index out of range, with less
-// detail than eager's.
+// `width`: row_width of the batch. On the CPU, raises an error for an index out of range, whose
+// message has less detail than eager's.
 at::Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width);
 

@@ -183,7 +183,8 @@ bool has_rows_of_one_size(const BatchView& batch) {
   return true;
 }
 
-// Returns how often the call repeats each row of the operand: once, or for all rows of its member.
+// Returns, for each row of the operand, how often the call uses it: once, or once for each row of
+// the member's result.
 Counts row_counts(const BatchView& batch, size_t slot) {
   const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
   Counts counts;
@@ -205,8 +206,8 @@ Counts row_counts(const BatchView& batch, size_t slot) {
 constexpr std::string_view kNeverBroadcastsFirst = "aten::_prelu_kernel";
 
 // Whether the call takes the operand once for all members. `is_one(slot)`: whether all members have
-// the same operand. If this holds for all operands, the first operand is still repeated for each
-// member, so that the result has a row for each member.
+// the same operand. If all operands are the same in all members, the first operand is still
+// repeated for each member, so that the result has a row for each member.
 template <class IsOne>
 bool stands_once(const BatchView& batch, size_t slot, const IsOne& is_one) {
   if (!is_one(slot)) return false;
@@ -231,8 +232,8 @@ bool is_one_row(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// Regions of the members' values with the geometries of in_memory_order. The geometries exist as
-// long as this object.
+// Regions of the members' values with the geometries of in_memory_order. The geometries are deleted
+// together with this object.
 class OrderedRegions {
  public:
   explicit OrderedRegions(const BatchView& batch) : batch_(batch) {}

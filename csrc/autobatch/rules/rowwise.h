@@ -7,8 +7,8 @@
 
 namespace autobatch {
 
-// Base class: makes the one call, and differentiates it through a local autograd graph. Derived
-// rules define the operands of the call.
+// Base class. Makes one call for the whole batch, and computes gradients through a local autograd
+// graph. Derived rules define the operands of the call.
 class RowsCall : public Rule {
  public:
   bool infers() const override { return true; }
@@ -34,11 +34,11 @@ class RowsCall : public Rule {
   LocalGraph call(BatchView& batch, bool needs_grad) const;
 };
 
-// Whether broadcasting `small` to `large` repeats it as a whole: without leading sizes of 1, its
-// sizes are the last sizes of `large`.
+// Whether broadcasting to `large` repeats `small` as a whole. For this, the sizes of `small`,
+// without leading sizes of 1, must be the last sizes of `large`.
 bool repeats_along(const Geometry& small, at::IntArrayRef large);
 
-// How an elementwise op runs over instances of any sizes, cheapest first.
+// The ways to run an elementwise op over instances of any sizes. The cheapest way comes first.
 enum class Spread : uint8_t {
   kElements,  // element by element, each operand repeated as a whole
   kRows,      // row by row, with broadcasting within a row; all rows have the same sizes
@@ -49,12 +49,12 @@ Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, 
 // Returns the spread of a batch: the spread of its first member, which has these operands, or
 // kExpanded if the rows of some members have other sizes.
 Spread spread_in(const BatchView& batch, at::ArrayRef<const Geometry*> operands, bool row_major);
-// Appends to the key what all members of a batch with this spread have in common.
+// Appends to the key the properties that all members of a batch with this spread have in common.
 void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes);
 
 // Returns operand `slot` of all members, each expanded to the sizes of its member's result 0, with
-// its elements in the order of the result's memory: [sum of the results' elements].
+// its elements in the order of the result's memory. The returned tensor is 1-D.
 at::Tensor expanded(BatchView& batch, size_t slot);
 // Adds the gradient of the tensor that `expanded` returned.
 void add_expanded(BackwardBatch& batch, size_t slot, const at::Tensor& gradient);

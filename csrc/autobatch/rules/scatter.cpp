@@ -1,6 +1,6 @@
 // Ops that write, add or reduce rows into a tensor of the instance, at positions given by indices.
-// Indices are data: calls with different indices, numbers of indices or sizes of the indexed tensor
-// share a batch.
+// Calls can share a batch even if they have different indices, numbers of indices or sizes of the
+// indexed tensor.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/row_positions.h"
 #include "autobatch/rules/rowwise.h"
@@ -53,8 +53,8 @@ bool is_fill(const ScatterOp& entry) {
 // Whether eager's result has the strides of x. The results of the other ops are row-major.
 bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
 
-// Whether a source whose sizes differ from the lookups' is valid: index_put expands it, scatter
-// reads its first part.
+// Whether a source is valid whose sizes differ from the sizes of the lookups. index_put expands the
+// source, and scatter reads the source's first part.
 bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
   if (entry.in_list) {
     return at::is_expandable_to(source, sizes) && c10::multiply_integers(source) != 0;
@@ -92,8 +92,8 @@ bool capture_call(NodeBuilder& builder, const ScatterOp& entry) {
     if (from.dtype != x.dtype || from.device != x.device) return false;
     const at::IntArrayRef own = from.geometry->sizes;
     if (own != at::IntArrayRef(*sizes) && !fits_source(entry, own, *sizes)) return false;
-    // Eager has no gradient for a source that is read in part, nor for a reduction with such a
-    // source.
+    // If a source is read only in part, eager has no gradient for the source. A reduction with such
+    // a source has no gradient at all.
     const bool in_part = entry.kind == Kind::kEach && own != at::IntArrayRef(*sizes);
     const bool reduces = entry.effect == Effect::kReduce && x.requires_grad;
     if (in_part && (from.requires_grad || reduces)) return false;
@@ -345,8 +345,8 @@ class SegmentReduceRule final : public RowsCall {
   }
 
  private:
-  // Returns the lengths of all members, after checking the lengths of each member. The one call
-  // checks only the total, so a member's lengths could cover rows of another member.
+  // Returns the lengths of all members, after checking the lengths of each member. The call for all
+  // members checks only the total, so the lengths of one member could cover rows of another member.
   static Tensor checked_lengths(BatchView& batch) {
     const Tensor lengths = batch.flat(1);
     const int64_t* at = lengths.const_data_ptr<int64_t>();

@@ -1,7 +1,7 @@
 // Reductions and scans over a range of dimensions, for instances of any length. An instance is
-// viewed as rows of `inner` elements (the dimensions behind the range). Consecutive rows, as many
-// as the range has elements, form a segment. There is one segment for each position in the
-// dimensions in front of the range.
+// viewed as rows of `inner` elements (the dimensions behind the range). A segment consists of
+// consecutive rows, one for each position in the range. There is one segment for each position in
+// the dimensions in front of the range.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/segment_softmax.h"
@@ -83,7 +83,7 @@ struct SegmentOp {
   Saves saves;
   void (*forward)(std::vector<Tensor>& outs, const Tensor& x, const Segments& s,
                   const Arguments& a);
-  // Returns the gradient of x, from the result's gradient g, x, and the results y.
+  // Returns the gradient of x, given g (the gradient of the result), x and y (the results).
   Tensor (*backward)(const Tensor& g, const Tensor& x, const std::vector<Tensor>& y,
                      const Segments& s, const Arguments& a);
 };
@@ -106,15 +106,15 @@ void mean(Tensor& out, const Tensor& x, const Segments& s) {
   out.div_(s.lengths(out));
 }
 
-// Shares the gradient evenly among the elements that equal the extreme `y`. `with_nan`: NaN equals
-// NaN, as in eager's `max()`.
+// Shares the gradient evenly among the elements that equal the extreme `y`. `with_nan`: whether NaN
+// counts as equal to NaN, as in eager's `max()`.
 Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s, bool with_nan) {
   const Tensor extreme = s.repeat(y);
   Tensor is = x.eq(extreme);
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
-  // As in eager: `max()` fills in zeros except on CUDA, and the other ops multiply by the mask. The
-  // two forms differ for an infinite gradient.
+  // In eager, `max()` fills in zeros except on CUDA, and the other ops multiply by the mask. The
+  // results of the two forms differ for an infinite gradient.
   return with_nan && !multiplies_by_masks(x.device())
              ? at::where(is, shares, at::zeros({}, shares.options()))
              : shares * is;

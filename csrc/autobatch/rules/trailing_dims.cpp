@@ -113,7 +113,8 @@ class TailRule final : public RowsCall {
     is_weight(batch, slot) ? batch.add_single(slot, grad) : batch.add(slot, grad);
   }
 
-  // Makes dimensions count from the end, because the one call merges the leading dimensions.
+  // Changes dimensions so that they count from the end, because the call for all instances merges
+  // the leading dimensions.
   void adjust(const BatchView& batch, Stack& arguments) const override {
     if (entry_.tail != Tail::kDim && entry_.tail != Tail::kDims) return;
     c10::IValue& value = arguments[entry_.argument];
@@ -133,8 +134,8 @@ class TailRule final : public RowsCall {
     return builder.graph().value(builder.graph().value_of(builder.tensor(i)));
   }
 
-  // Returns the number of trailing dimensions that the op works on: 0 if it is unknown, the rank or
-  // more if the op works on all dimensions.
+  // Returns the number of trailing dimensions that the op works on. Returns 0 if the number is
+  // unknown, and the rank or more if the op works on all dimensions.
   int64_t tail_of(const c10::IValue& argument, int64_t rank) const {
     const auto from = [&](int64_t d) { return d < 0 ? -d : rank - d; };
     switch (entry_.tail) {

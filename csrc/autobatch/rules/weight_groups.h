@@ -35,8 +35,8 @@ inline bool is_one_group(const BatchView& batch) {
   return batch.node(0).signature == batch.node(batch.size() - 1).signature;
 }
 
-// Return the operand regions of a group's members, and the part of `batch` with these members. The
-// part refers to `members`, which must outlive it.
+// The first function returns the operand regions of a group's members. The second one returns the
+// part of `batch` with these members. The part refers to `members`, which must outlive it.
 Regions regions_of_group(const BatchView& batch, size_t slot, const WeightGroup& group);
 BackwardBatch part_of_group(BackwardBatch& batch, const WeightGroup& group,
                             std::vector<NodeId>& members);

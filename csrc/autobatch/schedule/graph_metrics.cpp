@@ -17,9 +17,9 @@ std::vector<uint32_t> node_depths(const ScheduleInput& graph) {
 }
 
 Consumers find_consumers(const ScheduleInput& graph) {
-  // Counts are stored one place further right than offsets. Filling the list of a producer moves
-  // its offset to the list's end, which is where the next list begins. The last entry exists only
-  // for this shift.
+  // Each count is stored one entry after the matching offset. While the list of a producer is
+  // filled, its offset moves to the end of the list, where the next list begins. The last entry
+  // exists only because of this shift.
   Consumers consumers{std::vector<uint32_t>(graph.num_nodes() + 2),
                       std::vector<uint32_t>(graph.inputs.size())};
   for (const uint32_t producer : graph.inputs) ++consumers.begin[producer + 2];

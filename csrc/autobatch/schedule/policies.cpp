@@ -21,9 +21,9 @@ std::vector<uint32_t> stable_sort_by(std::span<const uint32_t> key, uint32_t num
   return sorted;
 }
 
-// Runs the nodes depth by depth. Does not look ahead, so it splits a signature whose nodes are at
-// different depths. This is the baseline that DyNet's paper (policy_agenda.cpp) and TensorFlow Fold
-// start from.
+// Runs the nodes depth by depth. If nodes of one signature are at different depths, they run in
+// different batches. DyNet's paper (policy_agenda.cpp) and TensorFlow Fold use this policy as a
+// baseline.
 class DepthPolicy final : public Policy {
  public:
   std::string_view name() const override { return "depth"; }
@@ -50,7 +50,7 @@ class DepthPolicy final : public Policy {
   }
 };
 
-// A new policy needs a line here. Its class is above, or in a file of its own if it is long.
+// To add a policy, add a line here. Put its class above, or in a separate file if it is long.
 std::span<const std::unique_ptr<const Policy>> policies() {
   static const std::unique_ptr<const Policy> table[] = {
       make_auto_policy(),

@@ -43,8 +43,8 @@ std::pair<Candidate, Schedule> find_best(const ScheduleInput& graph) {
   return best;
 }
 
-// Returns the schedule of a graph in which no two nodes have the same signature: all policies find
-// the same batches.
+// Returns the schedule of a graph in which no two nodes have the same signature. For such a graph,
+// all policies find the same batches.
 Schedule one_by_one(uint32_t nodes) {
   Schedule schedule;
   schedule.reaches_bound = true;
@@ -64,8 +64,8 @@ class BestCandidates {
   }
 
   // Returns the best candidate of the family, or null if the candidates are to be compared (again).
-  // They are compared for the 1st, 2nd, 4th, ... graph of a family and for each 64th, since a few
-  // graphs may differ from the rest.
+  // A few graphs may differ from the rest of a family. Therefore the candidates are compared for
+  // the 1st, 2nd, 4th, ... graph of a family and for every 64th graph.
   const Candidate* find(uint64_t family) {
     const std::lock_guard lock(mutex_);
     const auto found = families_.find(family);

@@ -10,9 +10,9 @@
 namespace autobatch {
 namespace {
 
-// A walk over the graph from its sinks or from its sources. at() gives the nodes in an order in
-// which each node comes after the nodes that must have run before it. after() gives the nodes that
-// a node releases.
+// A walk over the graph from its sinks or from its sources. at() enumerates the nodes so that each
+// node comes after the nodes that must have run before it. after() gives the nodes that a node
+// releases.
 class Walk {
  public:
   Walk(const ScheduleInput& graph, bool from_sinks) : graph_(graph), from_sinks_(from_sinks) {
@@ -31,14 +31,14 @@ class Walk {
   Consumers consumers_;
 };
 
-// The data of a node that a run reads, in one struct because nodes are visited in no memory order.
+// The data that a run reads of one node, in one struct, because nodes are visited in any order.
 struct Waiting {
   uint32_t edges = 0;  // from nodes that have not run; after the node ran: its batch
   uint32_t signature = 0;
   uint32_t level = 0;  // most nodes of its own signature before it on one path
 };
 
-// The nodes of one signature that have not run. The ready ones are in the signature's own range of
+// The nodes of one signature that have not run. The ready nodes are in the signature's own range of
 // one array.
 struct Kind {
   uint32_t first_ready = 0, end_ready = 0;
@@ -47,14 +47,14 @@ struct Kind {
   double mean_place = 0;          // mean position in the walk
 
   uint32_t ready() const { return end_ready - first_ready; }
-  // Returns how many nodes of the frontier are not ready. The frontier consists of the nodes with
-  // no remaining node of their signature before them. (The nodes on the lowest level are always in
-  // the frontier. A node on a higher level is in it only if its own chain is shorter, and then it
-  // is mostly ready.)
+  // Returns how many nodes of the frontier are not ready. A node is in the frontier if no remaining
+  // node of its signature is before it. (All nodes on the lowest level are in the frontier. A node
+  // on a higher level is in the frontier only if its own chain is shorter, and such a node is
+  // usually ready.)
   uint32_t missing() const { return waiting[lowest]; }
-  // Compares by how much of the frontier is ready: if all of it is ready, waiting could not make
-  // the batch larger. In a tie the signature with the earlier mean position goes first. If both
-  // frontiers are ready, either choice is safe.
+  // Compares the ready parts of the two frontiers. If a whole frontier is ready, waiting cannot
+  // make its batch larger. In a tie, the signature with the earlier mean position goes first. If
+  // both frontiers are completely ready, either choice is safe.
   bool goes_before(const Kind& other) const {
     const uint64_t mine = uint64_t{ready()} * other.missing();
     const uint64_t its = uint64_t{other.ready()} * missing();
@@ -109,8 +109,8 @@ class OwnLevels {
         highest = std::max(highest, nodes_[node].level);
         if (highest == std::numeric_limits<Count>::max()) return highest;
       }
-      // All counts are added at once. If one count were written, it would have to reach memory
-      // before the vector of counts could be loaded.
+      // All counts are added at once. After a write of a single count, the load of the whole vector
+      // would have to wait until that count is in memory.
       Counts most;
       for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
       for (const uint32_t other : walk_.after(node)) {
@@ -129,8 +129,8 @@ class OwnLevels {
   std::array<Counts, kBlock + 1> one_{};  // by position: what a node adds; zeros for the others
 };
 
-// Returns the signatures whose nodes may come before one another. Finding them takes a walk over
-// the graph. The walk is skipped if there is room for all batchable signatures.
+// Returns the signatures that may have two nodes on one path. A walk over the graph finds these
+// signatures. If there is room for all batchable signatures, returns all of them without the walk.
 std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
   if (graph.num_signatures > room) return find_repeated(graph);
   std::vector<uint32_t> batchable;
@@ -213,7 +213,7 @@ class Frontier {
     --kind.waiting[now.level];
   }
 
-  // Returns all ready nodes of the signature whose frontier is ready for the largest part.
+  // Returns all ready nodes of the signature whose frontier has the largest ready part.
   std::span<const uint32_t> take_best() {
     size_t best = 0;
     for (size_t i = 1; i < available_.size(); ++i) {

@@ -95,8 +95,8 @@ class Schedules {
     return *schedules;
   }
 
-  // Sets `comes_again` to whether the structure was seen before, as far as the table of hashes
-  // shows.
+  // Sets `comes_again` to whether the table of hashes contains the structure, that is, whether the
+  // structure has probably occurred before.
   std::optional<Schedule> find(const ScheduleInput& graph, uint64_t hash, bool& comes_again) {
     const std::lock_guard lock(mutex_);
     comes_again = std::exchange(seen_[hash % seen_.size()], hash) == hash;

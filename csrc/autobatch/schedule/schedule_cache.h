@@ -1,9 +1,9 @@
-// A cache of schedules, for graph structures that repeat: the same minibatch in the next epoch, or
-// examples of one shape.
+// A cache of schedules for graph structures that repeat. For example, the same minibatch occurs
+// again in the next epoch, or all examples have the same shape.
 //
-// A schedule is a function of the graph's arrays only, so graphs with equal arrays share one
-// schedule, whatever their ops are. A lookup compares all arrays. Hashing costs one nanosecond per
-// node, and scheduling costs twenty.
+// A schedule depends only on the graph's arrays, so graphs with equal arrays share one schedule,
+// even if their ops differ. A lookup compares all arrays. For each node, hashing takes about one
+// nanosecond, and scheduling takes about twenty.
 #pragma once
 
 #include "autobatch/schedule.h"

@@ -14,9 +14,9 @@ namespace {
 
 // lower bound -------------------------------------------------------------------------------------
 
-// Returns the sum, over a block of signatures, of the largest number of nodes of the signature on
-// one path. `on_path` is scratch space: for each node and signature of the block, the largest
-// number of nodes of the signature on a path that ends at the node.
+// For each signature of the block, finds the largest number of nodes of the signature on one path.
+// Returns the sum of these numbers. `on_path` is scratch space. For each node and signature, it
+// holds the largest number of nodes of the signature on a path that ends at the node.
 uint64_t longest_chains(const ScheduleInput& graph, std::span<const uint32_t> block,
                         std::vector<Counts>& on_path) {
   std::vector<uint32_t> place(graph.num_signatures, kBlock);

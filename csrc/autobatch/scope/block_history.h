@@ -9,9 +9,10 @@
 
 namespace autobatch {
 
-// Decides whether the blocks of one place are deferred. Blocks that save no launches (one instance,
-// a loop of reads) are no longer deferred, until a block makes more calls than the earlier ones or
-// can call something else. After a fixed number of blocks, one block is deferred as a trial.
+// Decides whether the blocks of one place are deferred. After several blocks that saved no launches
+// (one instance, a loop of reads), the next blocks run eagerly. Deferring begins again if a block
+// makes more calls than the earlier blocks, or can call other code. In addition, one block in a
+// fixed number of blocks is deferred as a trial.
 class BlockHistory {
  public:
   using Clock = Trials::Clock;

@@ -141,7 +141,7 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
   if (depth_ != 1) return is_eager_;  // as the enclosing block
-  // There is no history if map was not called from the program's own code
+  // The history is null if map was not called from the program's own code
   // (`threading.Thread(target=ab.map, ...)`).
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;
   history_ = std::move(history);
@@ -183,8 +183,8 @@ bool count_call() {
   ++state.calls;
   if (state.paused != nullptr && state.calls >= state.resume_at) state.paused->resume();
   const bool captures = state.scope != nullptr;
-  // A mode that was entered before a pause (inference_mode) restores the old dispatch keys when it
-  // is left.
+  // When a mode that was entered before a pause (inference_mode) ends, it restores the old dispatch
+  // keys.
   if (state.keys->included().has(compat::kDeferKey) != captures) [[unlikely]] {
     c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, captures);
   }

@@ -1,11 +1,11 @@
 // Estimates whether deferring is worth its cost. A read runs the ops that it needs at once. If a
 // block reads at each step, each flush runs the few ops of one instance, and deferring them only
-// adds to the cost of eager execution. Then the scope pauses: pending ops run, and later ops run as
-// if no block were open. The scope captures again when a map begins, or after a number of calls.
-// Results do not depend on pauses.
+// adds to the cost of eager execution. In this case the scope pauses: pending ops run, and later
+// ops run as if no block were open. The scope captures again when a map begins, or after a number
+// of calls. Results do not depend on pauses.
 //
-// Estimates are in microseconds, and only their order of magnitude matters. Blocks that do batch
-// but are slower than eager are found by timing (trials.h).
+// Estimates are in microseconds, and only their order of magnitude matters. A block may form
+// batches and still be slower than eager; such blocks are found by timing (trials.h).
 #pragma once
 
 #include "autobatch/export.h"
@@ -16,7 +16,7 @@ namespace autobatch {
 
 class Payoff {
  public:
-  // What a flush ran, and what it left pending.
+  // Numbers of a flush: the nodes and batches that ran, and the nodes that are still pending.
   struct Flush {
     uint64_t nodes = 0;
     uint64_t batches = 0;
@@ -28,8 +28,8 @@ class Payoff {
   void add_read(const Flush& flush);
   // Whether the reads so far cost clearly more than deferring saved.
   bool is_lost() const;
-  // Returns the number of calls that run eagerly before the next trial: twice as many each time, up
-  // to a limit.
+  // Returns the number of calls that run eagerly before the next trial. The number doubles with
+  // each pause, up to a limit.
   uint64_t start_pause();
   void start_trial();
 
@@ -42,8 +42,8 @@ class Payoff {
   uint64_t pause_ = 0;  // length of the last pause, in calls
 };
 
-// Counts a call that reaches the library, and ends a pause that is over. Must be called while a
-// scope is paused too. Returns whether ops are captured.
+// Counts a call that reaches the library. If a pause is over, ends it. Must be called even while a
+// scope is paused. Returns whether ops are captured.
 AUTOBATCH_INTERNAL bool count_call();
 
 }  // namespace autobatch

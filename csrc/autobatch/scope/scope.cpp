@@ -57,15 +57,15 @@ std::shared_ptr<Tables> tables_of_thread() {
   return thread_tables;
 }
 
-// The scope that owns each graph. Graphs are few, and are looked up on slow paths only.
+// The scope that owns each graph. The graphs are few, and only slow paths look up the owner.
 std::mutex owners_mutex;
 std::unordered_map<const Graph*, Scope*>& owners() {
   static auto* map = new std::unordered_map<const Graph*, Scope*>();
   return *map;
 }
 
-// A policy from outside the library. Its schedules are validated, so that an error in the policy
-// cannot lead to wrong values.
+// A policy from outside the library. The schedules of the policy are validated, so that an error in
+// the policy cannot lead to wrong values.
 class CheckedPolicy final : public Policy {
  public:
   explicit CheckedPolicy(std::shared_ptr<const Policy> policy) : policy_(std::move(policy)) {}
@@ -222,7 +222,7 @@ bool Scope::is_computed(const PendingTensor& tensor) const {
   if (tensor.graph() != graph_.get()) return false;
   const Value& value = graph_->value(tensor.value());
   if (value.is_graph_input() || !graph_->is_computed(value.node)) return false;
-  return graph_->memory_of(value.base) == nullptr;  // no captured op has written there since
+  return graph_->memory_of(value.base) == nullptr;  // no captured op has written to this memory
 }
 
 const void* Scope::element_of(const PendingTensor& tensor) {
@@ -275,7 +275,7 @@ Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool v
   for (PendingTensor* tensor : tensors) {
     if (tensor->graph() != graph_.get()) continue;  // another scope's, or already computed
     if (values_only && is_computed(*tensor)) continue;
-    // Readers save the memory for backward, and a write through `x.data` has to reach it.
+    // If a reader saves the memory for backward, a write through `x.data` has to reach this memory.
     const bool alone = is_fresh(*tensor) && !is_read(graph_->tape(), tensor->value());
     alone ? make_alone(*tensor) : waiting.push_back(tensor);
   }
@@ -305,7 +305,7 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   run_flush(targets, options);
 }
 
-// Runs a part of the graph, then applies the updates that wait for its values, also after an error.
+// Runs a part of the graph, and applies the updates that wait for its values, even after an error.
 template <class Run>
 static void run_and_update(Scope& scope, const Run& run) {
   try {
@@ -336,7 +336,7 @@ bool Scope::is_constant(const at::Tensor& tensor) const {
 }
 
 // Whether the tensor is the result of a factory, or the copy of a number (number_tensors.h), and
-// was never written to. It may be a view that is the only tensor left, such as
+// was never written to. A view is also accepted if it is the only tensor left on the memory, as in
 // `nn.Parameter(torch.empty(n))`.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;

@@ -53,8 +53,8 @@ class RecursiveSpinLock {
   int depth_ = 0;
 };
 
-// Interned shapes, signatures and cached calls. They outlive a scope, so that a training loop
-// handles each shape only once.
+// Interned shapes, signatures and cached calls. The tables exist longer than a scope, so that a
+// training loop handles each shape only once.
 struct Tables : InternTables {
   CallCache calls;
 };
@@ -87,24 +87,25 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Starts capturing on this thread. If another scope is already open, this one joins it. Returns
   // the scope in effect.
   AUTOBATCH_INTERNAL std::shared_ptr<Scope> enter();
-  // Raises an error if the scope cannot be closed: it is not open, or not on this thread.
+  // Raises an error if the scope is not open, or if it was opened on another thread.
   AUTOBATCH_INTERNAL void check_thread() const;
-  // Reverses `enter`. The outermost exit flushes. With `discard_errors` (another exception is
-  // already propagating), the error of a failed flush is not raised. The error of a failed check is
-  // raised in any case, and before the error of the flush.
+  // Reverses `enter`. The outermost exit flushes. If `discard_errors` is true, another exception is
+  // already propagating, and the error of a failed flush is not raised. The error of a failed check
+  // is always raised, in preference to the error of the flush.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
-  // Computes everything pending. Raises the first error of a captured op. Tensors that depend on
-  // that op are lost, and raise an error when they are used. The other tensors are usable.
+  // Computes everything that is pending. Raises the first error of a captured op. Tensors that
+  // depend on that op are lost, and raise an error when they are used. The other tensors are
+  // usable.
   AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
 
-  // Computes half of what is pending, when there are `max_pending` pending nodes.
+  // If there are `max_pending` pending nodes, computes about half of them.
   void relieve();
 
-  // Computes the given tensors, as far as they belong to this scope, and the nodes that they depend
+  // Computes the given tensors that belong to this scope, and the nodes that these tensors depend
   // on. Other nodes stay pending, unless they join the same batches. The result of a captured
-  // factory is created without a flush. `values_only`: the tensors themselves may stay pending;
-  // `element_of` then gives their values.
+  // factory is created without a flush. With `values_only`, the tensors themselves may stay
+  // pending, and `element_of` gives their values.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
   // Runs ready batches for about `bound` (graph/slice_costs.h), and leaves their tensors pending.
@@ -124,8 +125,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   DeferredChecks& checks() { return checks_; }
   // Defers a check of the running code. The check fails if the truth value of `asked` is not
   // `expected`. This thread's next flush computes `asked`. If the check failed, the flush raises
-  // its error in preference to any other. Each later flush and the end of the block (or fiber)
-  // raise it again.
+  // the error of the check instead of any other error. Each later flush and the end of the block
+  // (or fiber) raise the same error again.
   AUTOBATCH_INTERNAL void check_later(const at::Tensor& asked, bool expected,
                                       std::unique_ptr<Check> check);
   // Computes the values of all deferred checks. Raises the error of a failed check of the running
@@ -133,23 +134,23 @@ class Scope : public std::enable_shared_from_this<Scope> {
   AUTOBATCH_INTERNAL void settle_checks(const std::string& reason);
   // Whether a deferred check waits for a value in the memory of this tensor.
   bool is_checked(const at::Tensor& tensor) const;
-  // Returns DeferredChecks::failure_of(owner). No fiber is suspended meanwhile.
+  // Returns DeferredChecks::failure_of(owner). No fiber is suspended during the call.
   AUTOBATCH_INTERNAL std::exception_ptr failed_check(DeferredChecks::Owner owner);
 
   // --- blocks that are not worth deferring (payoff.h) ---
 
-  // Call right after the outermost `enter`. `history`: statistics of the blocks opened at the same
-  // place of the program. `identity`: see Trials::Identity.
+  // Must be called right after the outermost `enter`. `history` contains the statistics of the
+  // blocks opened at the same place of the program. For `identity` see Trials::Identity.
   AUTOBATCH_INTERNAL void begin_block(std::shared_ptr<BlockHistory> history,
                                       const std::function<uint64_t()>& identity);
-  // As begin_block(), for a map, which may also run inside a block. Returns whether the instances
-  // run eagerly, as in a loop.
+  // Like begin_block(), but for a map, which may also run inside a block. Returns whether the
+  // instances run eagerly, as in a loop.
   AUTOBATCH_INTERNAL bool begin_map(std::shared_ptr<BlockHistory> history,
                                     const std::function<uint64_t()>& identity);
   // Ends a pause: ops are captured again.
   void resume();
-  // Marks that a map runs. Its instances wait for each other, so the scope does not pause
-  // meanwhile.
+  // Marks that a map runs. The instances of a map wait for each other, so the scope does not pause
+  // while the map runs.
   class MapMark {
    public:
     explicit MapMark(Scope& scope) : scope_(scope) {
@@ -172,17 +173,18 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // the same number again.
   int unlock() { return mutex_.unlock_all(); }
   void lock(int times);
-  // Returns the error through which the tensor was lost. Null if it is not known: only LossesKept
-  // keeps these errors.
+  // Returns the error because of which the tensor was lost. Returns null if the error was not kept
+  // (see LossesKept).
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
   // Drops the kept errors, for a scope that stays open for long and no longer needs these errors.
   void forget_losses() { losses_.clear(); }
-  // Whether the interned tables are so large that they are replaced once nothing is pending.
+  // Whether the interned tables are so large that they are replaced when nothing is pending.
   bool is_full() const;
   // If nothing is pending, pauses the scope for this many calls, or until `resume`.
   void pause_for(uint64_t calls);
-  // While an instance exists, the errors through which tensors were lost are kept (loss_of). The
-  // errors are not kept longer, because an error may hold the stack frames that it passed through.
+  // While an instance of this class exists, the scope keeps the errors because of which tensors
+  // were lost (loss_of). The errors are not kept longer, because an error may hold the stack frames
+  // that it passed through.
   class LossesKept {
    public:
     explicit LossesKept(Scope& scope) : scope_(scope) { ++scope_.losses_kept_; }
@@ -224,13 +226,13 @@ class Scope : public std::enable_shared_from_this<Scope> {
   int depth() const { return depth_; }  // number of open blocks
   // Whether the next `exit` ends the scope.
   bool is_outermost() const { return depth_ == 1; }
-  // Whether the scope was opened inside a functorch transform. It then captures nothing, because
-  // the transform must see each op.
+  // Whether the scope was opened inside a functorch transform. Such a scope captures nothing,
+  // because the transform must handle each op.
   bool is_passive() const { return passive_; }
 
  private:
   FlushOptions flush_options(const std::string& reason);
-  // Returns the tensors that still need a flush. Creates the tensors that need none.
+  // Returns the tensors that still need a flush. Tensors that need no flush are created at once.
   using Waiting = c10::SmallVector<PendingTensor*, 4>;
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
@@ -244,8 +246,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   void look_at_checks();
   void raise_failed_check(const std::exception_ptr& error);
   void check_not_lent() const;
-  // Records a read of the running code (payoff.h). `nodes_before`, `batches_before`: the report's
-  // counts before the read.
+  // Records a read of the running code (payoff.h). `nodes_before` and `batches_before` are the
+  // report's counts before the read.
   void add_read(uint64_t nodes_before, uint64_t batches_before, const std::string& reason);
   bool may_pause() const;
   // Pauses for this many calls.

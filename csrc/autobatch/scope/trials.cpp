@@ -8,14 +8,14 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint32_t kRetry = 16;   // eager blocks between two deferred ones, if eager is faster
-constexpr uint32_t kRare = 1024;  // most blocks until the next estimate, if deferring is faster
-constexpr uint32_t kLonger = 4;   // an estimate's wait by that of the estimate before
-constexpr double kMargin = 0.97;  // above this ratio of eager to deferred time, deferring is kept
-constexpr double kClear = 0.85;   // up to this ratio, two blocks of each kind are enough
-constexpr double kLost = 1.15;    // above this ratio, one eager block is enough
-constexpr double kOther = 2;      // a block whose time differs by this factor does other work
-constexpr double kSure = 0.9;     // share of a block's time; if its ops take longer, it is deferred
+constexpr uint32_t kRetry = 16;     // eager blocks between two deferred ones, if eager is faster
+constexpr uint32_t kRare = 1024;    // most blocks until the next estimate, if deferring is faster
+constexpr uint32_t kLonger = 4;     // factor by which the wait grows from estimate to estimate
+constexpr double kMargin = 0.97;    // above this ratio of eager to deferred time, deferring is kept
+constexpr double kClear = 0.85;     // up to this ratio, two blocks of each kind are enough
+constexpr double kLost = 1.15;      // above this ratio, one eager block is enough
+constexpr double kOther = 2;        // a block whose time differs by this factor does other work
+constexpr double kSure = 0.9;       // a block whose ops take a larger share of its time is deferred
 constexpr Seconds kShortest{1e-3};  // a shorter block is not worth a trial
 constexpr size_t kMostOthers = 8;   // models of one place that are remembered, besides the last one
 constexpr uint32_t kForget = 64;    // blocks of one model after which the others are forgotten
@@ -26,8 +26,8 @@ double Trials::Times::least() const {
   return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
 }
 
-// The identity takes longer than a short block, so it is determined only if a block may run
-// eagerly.
+// Computing the identity takes longer than a short block. Therefore the identity is computed only
+// if a block may run eagerly.
 bool Trials::needs_identity() const {
   const auto may_be_eager = [](const Known& known) {
     return known.phase != Phase::kWatch || known.wait == 0;
@@ -65,7 +65,7 @@ Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_
     case Phase::kWatch:
       run_ = known_.wait == 0 ? Run::kSampled : Run::kDeferred;
       break;
-    case Phase::kTrial:  // a deferred block first: an earlier one may have been slow by chance
+    case Phase::kTrial:  // first a deferred block; an earlier one may have been slow by chance
       run_ = known_.eager.size() < known_.deferred.size() ? Run::kEager : Run::kDeferred;
       break;
     case Phase::kEagerWins:
@@ -110,8 +110,8 @@ void Trials::add(Run run, double seconds) {
 void Trials::decide() {
   if (known_.eager.size() == 0 || known_.deferred.size() == 0) return;
   const double ratio = known_.eager.least() / known_.deferred.least();
-  // A long time between blocks may be due to an evaluation or a checkpoint. A second eager block is
-  // then measured.
+  // A long time between blocks may be due to an evaluation or a checkpoint. In this case a second
+  // eager block is measured.
   const bool may_be_other_work =
       by_period_ && known_.eager.size() == 1 &&
       known_.eager.least() - known_.eager_block > known_.deferred.least();

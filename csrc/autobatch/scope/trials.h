@@ -1,9 +1,9 @@
-// Measures whether blocks of one place are faster deferred or eager. Deferring is the default. If
-// deferring may be slower (the ops alone would take less time eagerly than the block takes), one
-// block runs eagerly. If this eager block is faster, more blocks run eagerly, alternating with
-// deferred blocks. Later blocks run in the faster way, and the other way is tried again from time
-// to time. The choice affects results only in their rounding. One place may open blocks of many
-// models, in any order: the times of the last few models are kept.
+// Measures whether the blocks of one place are faster deferred or eager. By default blocks are
+// deferred. Deferring may be slower if the ops alone would take less time eagerly than the whole
+// block takes. In this case one block runs eagerly. If the eager block is faster, further blocks
+// run alternately eager and deferred. Later blocks run in the faster way, and the other way is
+// tried again from time to time. The choice affects results only in their rounding. One place may
+// open blocks of many models in any order, so the times of the last few models are kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -25,20 +25,20 @@ class Trials {
     kEager
   };
   using Clock = std::chrono::steady_clock;
-  // Returns a number that identifies what a block can call, because one place may open blocks of
-  // many models.
+  // Returns a number that identifies the code that a block can call. The number is needed because
+  // one place may open blocks of many models.
   using Identity = std::function<uint64_t()>;
 
-  // Begins a block. `grad_mode`: the block records gradients. Its time then includes backward and
-  // the rest of the step, and lasts until the next block begins. `identity` is called only if
-  // needed.
+  // Begins a block. `grad_mode` tells whether the block records gradients. The measured time of
+  // such a block includes backward and the rest of the step, until the next block begins.
+  // `identity` is called only if needed.
   Run begin(bool grad_mode, const Identity& identity, Clock::time_point now = Clock::now());
   // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());
 
  private:
-  // The last three times, in seconds. Their minimum is used, because other processes only make
-  // times longer.
+  // The last three times, in seconds. The minimum of the three times is used, because other
+  // processes can only make a time longer.
   class Times {
    public:
     void add(double time) { times_[count_++ % times_.size()] = time; }
@@ -50,7 +50,7 @@ class Trials {
     size_t count_ = 0;
   };
   enum class Phase : uint8_t { kWatch, kTrial, kEagerWins };
-  // What is known of the blocks of one identity.
+  // The measurements of the blocks of one identity.
   struct Known {
     uint64_t identity = 0;
     Phase phase = Phase::kWatch;

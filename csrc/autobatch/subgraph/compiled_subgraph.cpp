@@ -20,7 +20,8 @@ SubgraphCompiler& compiler() {
   return set;
 }
 
-// Returns two copies of a single row: compiled code runs two members or more.
+// Returns a tensor with two copies of a single row, because compiled code requires at least two
+// members.
 at::Tensor doubled(const at::Tensor& stacked) { return at::cat({stacked, stacked}); }
 
 class CompiledSubgraphRule final : public Rule {
@@ -69,7 +70,7 @@ class CompiledSubgraphRule final : public Rule {
     CompiledSubgraph::Saved saved;
   };
 
-  // Runs the compiled code. Returns false if there is none for this batch.
+  // Runs the compiled code. Returns false if there is no compiled code for this batch.
   bool run(Batch& batch) const {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -93,8 +94,8 @@ class CompiledSubgraphRule final : public Rule {
   at::Tensor operand(Batch& batch, size_t i) const {
     if (subgraph_.is_weight[i]) return batch.single(i);
     at::Tensor stacked = batch.stacked(i).contiguous();
-    // Compiled code may save operands that eager does not save. A later write to such an operand is
-    // no error in eager, so the code gets a copy.
+    // Compiled code may save an operand that eager does not save. In eager a later write to this
+    // operand is not an error. So the compiled code gets a copy of the operand.
     const Value& value = batch.operand_value(0, i);
     const Value& base = batch.tape().values[value.base];
     const bool may_change = base.is_graph_input() && !subgraph_.operand_saved[i] &&
@@ -102,8 +103,9 @@ class CompiledSubgraphRule final : public Rule {
     return may_change ? stacked.clone() : stacked;
   }
 
-  // Compiles at the first use, without holding the lock: the compiler takes the lock of its host
-  // (Python's GIL). Two threads that get here at the same time both compile.
+  // Compiles the subgraph at the first use. `mutex_` is not held meanwhile, because the compiler
+  // takes the lock of its host (Python's GIL). If two threads call this function at the same time,
+  // both may compile.
   std::shared_ptr<CompiledSubgraph> find_code(at::ArrayRef<at::Tensor> operands) const {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -117,7 +119,7 @@ class CompiledSubgraphRule final : public Rule {
     return code_;
   }
 
-  // Differentiates members whose gradients come from the same results.
+  // Runs backward for members with gradients of the same set of results.
   void differentiate(BackwardBatch& batch, uint8_t reached) const {
     const auto& run = *static_cast<const Run*>(batch.record().kept.get());
     const bool alone = batch.size() == 1;
@@ -132,7 +134,7 @@ class CompiledSubgraphRule final : public Rule {
     for (CompiledSubgraph::Gradient gradient : found) add(batch, std::move(gradient));
   }
 
-  // Returns the saved rows of the reached members.
+  // Returns the saved rows of the members that gradients have reached.
   static CompiledSubgraph::Saved saved_of(const CompiledSubgraph::Saved& all,
                                           BackwardBatch& batch) {
     if (batch.complete() && batch.size() > 1) return all;
@@ -147,8 +149,8 @@ class CompiledSubgraphRule final : public Rule {
     return out;
   }
 
-  // Adds a gradient. A single member was doubled: only its first rows are added, and half of a sum
-  // over both copies.
+  // Adds a gradient. If the batch has a single member, its row was doubled. In this case only the
+  // gradients of the first copy are added, and sums over both copies are halved.
   static void add(BackwardBatch& batch, CompiledSubgraph::Gradient gradient) {
     using Kind = CompiledSubgraph::Gradient::Kind;
     if (!batch.needs(gradient.slot)) return;
@@ -200,8 +202,8 @@ std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph) {
   for (const ValueId id : plain->subgraph()->results) {
     any_gradient |= plain->subgraph()->tape.values[id].requires_grad;
   }
-  // Where eager saves nothing, backward may run any number of times. Compiled code always saves
-  // something, so it can't be used.
+  // If eager saves no tensors, the user may run backward any number of times. Compiled code always
+  // saves tensors, so it can't be used in this case.
   if (any_gradient && !plain->saves()) return plain;
   return std::make_shared<CompiledSubgraphRule>(std::move(plain));
 }

@@ -10,11 +10,12 @@ namespace {
 
 Switch elementwise_fusion_switch(Switch::Kind::kPass, "elementwise_fusion");
 
-constexpr size_t kResult = 0;  // index into FusedNode::run; operand i is at i + 1
+constexpr size_t kResult = 0;  // index of the result in FusedNode::run; operand i has index i + 1
 
 // --- selecting nodes ---
 
-// A dimension of the tensors, or several that are merged because no tensor has a gap between them.
+// A dimension of the tensors. Several dimensions are merged into one if no tensor has gaps between
+// them.
 struct Dimension {
   int64_t size;
   std::array<int64_t, 3> strides;
@@ -39,8 +40,8 @@ std::vector<Dimension> merged(const Geometry& result, c10::ArrayRef<const Geomet
   return out;
 }
 
-// Sets the loops of the node. Returns false if there would be more than two, or if the inner loop
-// is not dense.
+// Sets the loops of the node. Returns false if the node needs more than two loops, or if the inner
+// loop is not dense.
 bool set_loops(FusedNode& node, const Geometry& result, c10::ArrayRef<const Geometry*> all) {
   const std::vector<Dimension> dimensions = merged(result, all);
   if (dimensions.size() > 2) return false;
@@ -65,8 +66,9 @@ bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
 
 // --- gradients ---
 
-// A step to the gradient of an operand. It reads the result of the step before (the first step:
-// the gradient of the op's result) and at most one value of the op.
+// One step in the computation of an operand's gradient. The first step reads the gradient of the
+// op's result. Each later step reads the result of the previous step. A step also reads at most one
+// operand or result of the op.
 struct GradientStep {
   enum class With : uint8_t { kNothing, kOperand, kOtherOperand, kResult };
   ElementwiseOp op;
@@ -107,7 +109,7 @@ Derivative derivative(const ElementwiseOp& op, size_t slot) {
   case ElementwiseCode::k##Name:                                  \
     return {{{ElementwiseCode::k##Name##Backward}, With::reads}}; \
   case ElementwiseCode::k##Name##Backward:                        \
-    break;  // a step of backward only
+    break;  // an op that only backward uses
 #include "autobatch/kernels/elementwise_ops.inc"
   }
   TORCH_INTERNAL_ASSERT(false, "no derivative of elementwise op ", static_cast<int>(op.code));
@@ -139,7 +141,7 @@ class Program {
   ElementwisePlace value(const FusedNode& part, size_t t) const {
     return value(id_of(part, t), part.run[t]);
   }
-  // Returns the place of a value, from its element `first` on.
+  // Returns the place of the part of a value that starts at element `first`.
   ElementwisePlace value(ValueId id, int64_t run, int64_t first = 0) const {
     const int64_t step = store_.steps[tape_.values[id].base];
     Region region = store_.region(tape_, id);
@@ -158,7 +160,7 @@ class Program {
     program_.width += loops.mid * loops.inner;
   }
 
-  // `like`: any value of the program; all have its dtype and device.
+  // `like`: any value of the program. All values of a program have the same dtype and device.
   void run(const Value& like) {
     if (steps_.empty()) return;
     program_.steps = steps_;
@@ -248,11 +250,11 @@ class Backward {
   }
 
  private:
-  // Where the gradient of a value is stored. kPassing: only in the program.
+  // Where the gradient of a value is stored. kPassing: the gradient exists only inside the program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
-  // Chooses kPassing for the gradient of a result if no part of it has arrived yet and the program
-  // reads the result only as a whole.
+  // Chooses kPassing for the gradient of a result under two conditions. No part of the gradient has
+  // arrived yet, and the program reads the result only as a whole.
   void find_kinds(const SubgraphStep& step) {
     step.each_node([&](NodeId n) {
       const bool came = accumulator_.gradient_of_base(result_of(n)).defined();
@@ -292,7 +294,7 @@ class Backward {
     }
   }
 
-  // Returns the place of the value that the step reads besides `so_far`.
+  // Returns the place of the second value that the step reads. The first one is `so_far`.
   ElementwisePlace read_with(const GradientStep& step, const FusedNode& part, size_t slot,
                              const ElementwisePlace& so_far) const {
     switch (step.with) {
@@ -308,8 +310,8 @@ class Backward {
     TORCH_INTERNAL_ASSERT(false, "not reached");
   }
 
-  // Returns the place of the gradient of the node's result, which is complete; nothing if no
-  // gradient has arrived.
+  // Returns the place of the gradient of the node's result. The gradient must be complete. Returns
+  // nothing if no gradient has arrived.
   std::optional<ElementwisePlace> gradient_of(const FusedNode& part) {
     const ValueId id = result_of(part.node);
     if (kinds_[id] == Kind::kPassing) {
@@ -339,8 +341,9 @@ class Backward {
     known = out;
   }
 
-  // Lets the operand's gradient share the buffer of the result's gradient, if the op does not
-  // change the gradient and nothing else is added to it. Returns whether it did.
+  // Lets the operand's gradient share the buffer of the result's gradient, if possible. The op must
+  // pass the gradient on unchanged, and no other gradient may be added to the operand's gradient.
+  // Returns whether the buffer is shared.
   bool passes_buffer_on(const FusedNode& part, ValueId id, const ElementwiseOp& op) {
     const ValueId result = result_of(part.node);
     if (op.code != ElementwiseCode::kCopy || kinds_[result] != Kind::kBuffer) return false;

@@ -1,7 +1,8 @@
-// Runs elementwise ops of a subgraph in one program, such as the gates of a cell, a block of
-// members at a time. In forward, results that only the program reads have no memory. In backward,
-// the gradients of results that only the program uses have no memory either. DyNet's and Cavs'
-// fused cells are written by hand; here the ops are found automatically.
+// Runs elementwise ops of a subgraph, such as the gates of a cell, in one program. The program
+// handles one block of members after the other. In forward, no memory is allocated for results that
+// only the program reads. In backward, no memory is allocated for the gradients of results that
+// only the program uses. The fused cells of DyNet and Cavs are written by hand. In this library the
+// ops are found automatically.
 #pragma once
 
 #include "autobatch/rules/flush_record.h"
@@ -12,13 +13,13 @@
 
 namespace autobatch {
 
-// Returns the node as a part of a program, or nothing if the node can't be a part of one. The
+// Returns the node as a part of a program, or nothing if the node can't be a part of a program. The
 // device must have a kernel for the dtype. Operands may be broadcast only over leading dimensions.
-// No gradient may be summed over the members (as for a weight).
+// No operand may have a gradient that is summed over the members (like a weight).
 std::optional<FusedNode> as_fused_node(const Subgraph& subgraph, NodeId node);
 
-// Runs the program for `count` members. The slabs of results that are read outside the program must
-// exist.
+// Runs the program for `count` members. Slabs must already exist for all results that are read
+// outside the program.
 void run_fused(const Subgraph& subgraph, const SubgraphStep& step, const FlushRecord& record,
                int64_t count);
 
@@ -28,8 +29,9 @@ struct MemberRange {
   int64_t count = 0;
 };
 
-// Adds the gradients of the program's operands, computed from the gradients of its results that
-// have arrived. Gradient buffers have one row for each of `members` and no others.
+// Runs the backward of the program: adds to the gradients of its operands. The function reads the
+// gradients of the program's results that have arrived. A gradient buffer has exactly one row for
+// each of `members`.
 void run_fused_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members);
 

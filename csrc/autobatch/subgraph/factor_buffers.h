@@ -1,7 +1,7 @@
-// Memory for the factors of weights' gradients in subgraphs. A weight's gradient is one product
-// over the rows of all batches. If the rows of the batches were not adjacent in memory, they would
-// have to be copied first. In a graph of ops the rows are adjacent anyway: the results of one
-// signature share one slab.
+// Memory for the factors of weights' gradients in subgraphs. The gradient of a weight is computed
+// by one product over the rows of all batches. For this product, rows that are not adjacent in
+// memory have to be copied first. In a graph of single ops the rows are always adjacent, because
+// the results of one signature share one slab.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,8 @@
 
 namespace autobatch {
 
-// The rows of one batch among the rows of all batches of one signature in a flush.
+// The position of one batch's rows among the rows of all batches that have the same signature in a
+// flush.
 struct RowRange {
   int64_t total = 0;
   int64_t before = 0;
@@ -24,18 +25,19 @@ struct RowRange {
 // One object for each subgraph. Thread-safe.
 class FactorBuffers {
  public:
-  // Returns 1-D uninitialized memory of `count * width` elements. If batches run one after the
-  // other (forward from the first one on, backward from the last), the memory of consecutive
-  // batches is adjacent. Otherwise the batch has memory of its own. `flush`: identifies the flush,
-  // because several may run at the same time. `number`: the slab's number.
+  // Returns a 1-D uninitialized tensor of `count * width` elements. If the batches run in order,
+  // the memory of consecutive batches is adjacent. Forward must start with the first batch, and
+  // backward with the last. If the batches do not run in order, a batch gets separate memory.
+  // `flush` identifies the flush, because several flushes may run at the same time. `number` is the
+  // slab's number.
   at::Tensor take(const void* flush, bool backward, uint32_t number, const RowRange& range,
                   int64_t width, const at::TensorOptions& options);
 
  private:
   struct Taken {
-    // Weak: the tensors that take() returned own the memory.
+    // A weak reference, because the tensors that take() has returned own the memory.
     c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-    int64_t edge = 0;  // the row that the next batch's rows must adjoin
+    int64_t edge = 0;  // the row at which the next batch's rows must begin or end
     int64_t total = 0;
   };
   using Key = std::tuple<const void*, bool, uint32_t>;

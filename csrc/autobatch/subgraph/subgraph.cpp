@@ -43,7 +43,8 @@ struct SubgraphRun {
   RowRange range;  // the members' rows among the rows of all batches of the flush
 };
 
-// Whether each member, [*sizes] of [n, *sizes], is row-major.
+// Whether the data of each member is row-major. The shape of `stacked` is [n, *sizes], and the
+// shape of a member is [*sizes].
 bool has_dense_members(const at::Tensor& stacked) {
   int64_t expected = 1;
   for (int64_t d = stacked.dim() - 1; d > 0; --d) {
@@ -78,7 +79,7 @@ class Forward {
   }
 
  private:
-  // Computes the range from the place of the members' results in the slab of their signature.
+  // Computes `range` from the position of the members' results in the slab of their signature.
   void find_range() {
     const Region first = batch_.result_region(0, 0);
     const int64_t extent = first.geometry->extent;
@@ -101,7 +102,7 @@ class Forward {
       }
       graph_input.data = batch_.stacked(i);
       // Members may read the same memory through different values. Each view that the user holds
-      // has a gradient of its own, so such data is copied for each member.
+      // has a separate gradient, so the data is copied for each member.
       const bool separate = graph_input.data.stride(0) != 0 || is_one_value(i);
       if (!separate || !has_dense_members(graph_input.data))
         graph_input.data = graph_input.data.contiguous();
@@ -116,7 +117,7 @@ class Forward {
     return true;
   }
 
-  // Lists the regions of the operand without copying them.
+  // Lists the memory regions of the operand, and copies no data.
   void scatter(size_t i) {
     Regions& regions = record_.store.scattered[i];
     regions.reserve(static_cast<size_t>(batch_.size()));
@@ -148,13 +149,14 @@ class Forward {
     batch.rule->forward(view);
   }
 
-  // A result of the cell is written directly to the output of the batch.
+  // Allocates memory for the value. A result of the cell needs no slab, because it is written
+  // directly to the output of the batch.
   void make_slab(ValueId id) {
     const auto result = std::find(subgraph_.results.begin(), subgraph_.results.end(), id);
     const uint32_t number = record_.store.places[id].slab;
     if (subgraph_.passing[number] != 0) return;
     at::Tensor& slab = record_.store.slabs[number];
-    if (slab.defined()) return;  // the value shares the slab of an earlier one
+    if (slab.defined()) return;  // the value shares the slab of an earlier value
     if (result != subgraph_.results.end()) {
       slab = batch_.output(static_cast<size_t>(result - subgraph_.results.begin()));
       return;
@@ -176,7 +178,7 @@ class Forward {
   FlushRecord& record_;
 };
 
-// Differentiates members for which gradients have reached the same results.
+// Runs backward for members for which gradients have reached the same results.
 class Backward final : public Enclosing {
  public:
   Backward(const Subgraph& subgraph, FactorBuffers& joined, SubgraphRun& run, BackwardBatch& batch)
@@ -241,8 +243,8 @@ class Backward final : public Enclosing {
     return true;
   }
 
-  // Puts the gradients of the cell's results into the task. They stay in the batch's own buffer,
-  // which is not read again.
+  // Puts the gradients of the cell's results into the task. The gradients are not copied: the task
+  // uses the buffer of the batch, which no other code reads afterwards.
   void seed(GradAccumulator& accumulator) {
     for (size_t k = 0; k < subgraph_.results.size(); ++k) {
       if ((batch_.reached(0) >> k & 1) == 0) continue;
@@ -255,7 +257,7 @@ class Backward final : public Enclosing {
     if (step.fused.empty()) return run_node(step.node, accumulator);
     const int64_t first = rows_.empty() ? 0 : rows_.front();
     if (!rows_.empty() && rows_.back() - first + 1 != batch_.size()) {
-      // The rows are not consecutive, so each op runs by its own rule.
+      // The rows are not consecutive, so the rule of each op runs its backward.
       for (auto part = step.fused.rbegin(); part != step.fused.rend(); ++part) {
         run_node(part->node, accumulator);
       }
@@ -303,8 +305,8 @@ class SubgraphRule final : public Rule {
   void forward(Batch& batch) const override { Forward(subgraph_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
-    // If an op keeps values that eager does not keep, no earlier check has refused a second
-    // backward.
+    // Raises the error for a second backward. If an op keeps values that eager does not keep, no
+    // earlier check has raised this error.
     if (batch.record().kept == nullptr) raise_consumed("a cell");
     auto& run = *static_cast<SubgraphRun*>(batch.record().kept.get());
     bool alike = true;
@@ -353,7 +355,7 @@ class SubgraphRule final : public Rule {
   }
 
   bool heavy() const override { return subgraph_.heavy; }
-  bool below_autograd() const override { return false; }  // the rules of some of its ops record
+  bool below_autograd() const override { return false; }  // some of its rules use autograd
   bool saves() const override { return subgraph_.saves; }
   bool reads(size_t slot) const override { return subgraph_.operand_saved[slot] != 0; }
   bool reads_result(uint32_t k) const override {

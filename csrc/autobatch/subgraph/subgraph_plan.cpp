@@ -1,5 +1,5 @@
-// Completes a subgraph from its tape: in which order its ops run, where its values are stored and
-// for how long, and which gradients go to which operands and results.
+// Completes a subgraph that so far has only a tape. Finds the execution order of the ops, and the
+// place and lifetime of each value. Also finds the operands and results that each gradient goes to.
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kLargestTiled = size_t{1} << 20;  // elements; they are checked one by one
+constexpr size_t kLargestTiled = size_t{1} << 20;  // elements, because each element is checked
 
 class Completer {
  public:
@@ -29,8 +29,8 @@ class Completer {
   }
 
  private:
-  // Finds the steps. Ops that are not elementwise run as early as possible, so that the elementwise
-  // ops between them collect in one program.
+  // Finds the steps. Every op that is not elementwise runs at the earliest possible step. So more
+  // elementwise ops can be joined in one program.
   void find_steps() {
     std::vector<std::optional<FusedNode>> elementwise;
     for (NodeId n = 0; n < tape_.nodes.size(); ++n)
@@ -55,8 +55,8 @@ class Completer {
     }
   }
 
-  // Leaves the bias of a product to the program that reads the product first. The product's own op
-  // would have to write the bias to all of the result beforehand.
+  // Lets the program that reads a product first add the bias of this product. If the op of the
+  // product added the bias, it would first have to write the bias to the whole result.
   void leave_addends() {
     std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
     for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
@@ -131,9 +131,9 @@ class Completer {
     for (const ValueId id : subgraph_.results) use_of(id).is_result = true;
   }
 
-  // Writes what a program computes from parts of a product, such as the gates of a cell, in place
-  // of these parts, if each part is read once. This memory is in the cache, and the product itself
-  // is not needed any more.
+  // A program may read parts of a product, such as the gates of a cell. If each part is read once,
+  // the result that is computed from a part is written to the memory of this part. The memory is in
+  // the cache, and the product is not needed any more.
   void write_in_place() {
     std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
     for (const ValueId id : tape_.operands) {
@@ -159,9 +159,9 @@ class Completer {
     for (const uint32_t slab : products) subgraph_.slab_saved[slab] = 1;
   }
 
-  // Whether the result of `part` may be written in place of the operand `id`. The operand must be a
-  // part of an earlier step's result, and step `s` must read each part of that result once. The
-  // operand must have the layout of the result of `part`.
+  // Whether the result of `part` may overwrite the operand `id`. The operand must be a part of an
+  // earlier step's result, and step `s` must read each part of that result once. The operand must
+  // have the layout of the result of `part`.
   bool is_free(const FusedNode& part, ValueId id, uint32_t s, uint32_t reads) {
     const Value& value = tape_.values[id];
     if (tape_.values[value.base].is_graph_input()) return false;
@@ -173,8 +173,8 @@ class Completer {
            value.geometry->numel == part.mid * part.inner;
   }
 
-  // Finds the slabs that only one program uses, and the steps after which the other slabs are
-  // freed.
+  // Finds the slabs that only one program uses. For each other slab, finds the step after which the
+  // slab is freed.
   void find_passing() {
     subgraph_.passing.assign(uses_.size(), 0);
     for (uint32_t slab = 0; slab < uses_.size(); ++slab) {
@@ -186,8 +186,8 @@ class Completer {
     }
   }
 
-  // Finds the factors of weights' gradients: the inputs of products with a weight, and the
-  // gradients of these products.
+  // Finds the factors of weights' gradients. For a product with a weight, the factors are the other
+  // input and the gradient of the product.
   void find_factors() {
     subgraph_.is_factor.assign(uses_.size(), 0);
     subgraph_.is_grad_factor.assign(uses_.size(), 0);
@@ -205,7 +205,7 @@ class Completer {
     }
   }
 
-  // Notes which values a node of the step uses.
+  // Records the values that a node of the step uses.
   void find_uses(NodeId n, uint32_t step) {
     const Node& node = tape_.nodes[n];
     const Rule& rule = *node.signature->rule;
@@ -232,9 +232,9 @@ class Completer {
     }
   }
 
-  // Finds for each value which operands, and which results of the cell, its gradient goes to.
+  // For each value, finds the operands and the results of the cell that its gradient goes to.
   void find_dependences() {
-    const Tape& tape = subgraph_.ops();  // as captured: a gate depends only on its own weight
+    const Tape& tape = subgraph_.ops();  // as captured: a gate depends on one weight only
     std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
     for (ValueId id = 0; id < tape.values.size(); ++id) {
       const Value& value = tape.values[id];
@@ -268,8 +268,8 @@ class Completer {
     }
   }
 
-  // Handles an op that computes one of its results from another (Rule::result_dependency). Acts
-  // when called for the later one of the two results.
+  // Handles an op that computes one of its results from another result (Rule::result_dependency).
+  // Has an effect only when it is called for the later of the two results.
   void pass_on_by_dependency(const Value& value, std::vector<uint64_t>& results) const {
     const Node& node = subgraph_.ops().nodes[value.node];
     const Rule::ResultDependency dependency = node.signature->rule->result_dependency();
@@ -278,8 +278,8 @@ class Completer {
     results[node.first_value + dependency.result] |= results[node.first_value + dependency.from];
   }
 
-  // Finds, for each value that gradients go to, the views that ops read, if these views divide the
-  // value into parts.
+  // For each value that gradients go to, finds the views that ops read. The views are stored if
+  // they divide the value into parts.
   void find_partition() {
     Partition& partition = subgraph_.partition;
     partition.number.assign(tape_.values.size(), Partition::kNone);
@@ -318,7 +318,7 @@ class Completer {
     return x.base == y.base && x.offset == y.offset && x.geometry == y.geometry;
   }
 
-  // Whether each element of the base is in exactly one of these views.
+  // Whether each element of the base is in exactly one of the views `parts`.
   bool are_all_parts(ValueId base, const std::vector<ValueId>& parts) const {
     const auto extent = static_cast<size_t>(tape_.values[base].geometry->extent);
     if (parts.empty() || parts.size() > 64 || extent == 0 || extent > kLargestTiled) return false;
@@ -352,8 +352,8 @@ class Completer {
     uint32_t first = 0, last = 0;
     bool is_result = false;
   };
-  // Returns the slab that the value would have without write_in_place(). Its gradient has the same
-  // number.
+  // Returns the number of the slab that the value would have without write_in_place(). The slab of
+  // the value's gradient has the same number.
   uint32_t own_slab(ValueId base) const { return subgraph_.store.places[base].grad; }
   Use& use_of(ValueId base) { return uses_[own_slab(base)]; }
   bool is_saved(ValueId base) const { return subgraph_.slab_saved[own_slab(base)] != 0; }

@@ -12,10 +12,10 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-constexpr int kDeepest = 64;  // nesting depth; a structure that contains itself exceeds it
+constexpr int kDeepest = 64;  // limit on the nesting depth, for structures that contain themselves
 
-// The first word of each value; further words describe the rest of the value. The marks use bits
-// that no word of a CallKey has.
+// The first word of each encoded value is a mark; the next words describe the rest of the value.
+// The marks use bits that no word of a CallKey uses.
 enum Mark : uint64_t {
   kNone_ = uint64_t{0x100} << 48,
   kTrue,
@@ -44,7 +44,7 @@ PyTypeObject* module_type() {
 bool has_more_than(PyObject* fields, PyObject* instance) {
   const py::object dict =
       py::reinterpret_steal<py::object>(PyObject_GenericGetDict(instance, nullptr));
-  if (!dict) return PyErr_Clear(), false;  // it has slots
+  if (!dict) return PyErr_Clear(), false;  // the class has slots
   PyObject *name = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &name, &value) != 0;) {
     if (PyDict_GetItemWithError(fields, name) == nullptr) return true;
@@ -52,7 +52,8 @@ bool has_more_than(PyObject* fields, PyObject* instance) {
   return false;
 }
 
-// Returns the fields of a dataclass instance, borrowed; null if the value is not one.
+// Returns the fields of a dataclass instance as a borrowed reference. Returns null if the value is
+// not a dataclass instance.
 PyObject* fields_of(PyObject* value) {
   static PyObject* const name = PyUnicode_InternFromString("__dataclass_fields__");
   PyObject* fields = _PyType_Lookup(Py_TYPE(value), name);
@@ -68,8 +69,8 @@ py::object own(PyObject* object) { return py::reinterpret_steal<py::object>(obje
 
 }  // namespace
 
-// Tensors are borrowed unless hold() was called. Incrementing and decrementing a refcount for each
-// argument of each call would cost more than the rest of this file.
+// The tensors are borrowed unless hold() was called. Changing the refcount of each argument at each
+// call would take more time than all other code in this file.
 CellInputs::~CellInputs() {
   if (owns_) return;
   for (at::Tensor& tensor : tensors_) tensor.unsafeReleaseTensorImpl();
@@ -138,7 +139,7 @@ bool CellInputs::add(PyObject* value) {
     return add_object(reinterpret_cast<PyObject*>(Py_TYPE(value))) && add_items(value);
   }
   if (PyObject* fields = fields_of(value)) return add_fields(value, fields);
-  // Subclasses of Tensor, dict and list.
+  // The value is of a subclass of Tensor, dict or list.
   if (THPVariable_Check(value)) capturable_ = false;
   if (PyDict_Check(value) || PyList_Check(value)) return capturable_ = false, true;
   return add_object(value);
@@ -189,7 +190,7 @@ bool CellInputs::add_fields(PyObject* instance, PyObject* fields) {
   return true;
 }
 
-// Adds an object by its address: a call with another object is of another kind.
+// Adds an object by its address. So a call with another object is a call of another kind.
 bool CellInputs::add_object(PyObject* object) {
   if (PyObject_TypeCheck(object, module_type())) {
     modules_.push_back(object);
@@ -212,7 +213,7 @@ bool CellInputs::add_object(PyObject* object) {
 void CellInputs::add_text(PyObject* text) {
   Py_ssize_t size = 0;
   const char* data = PyUnicode_AsUTF8AndSize(text, &size);
-  if (data == nullptr) {  // contains lone surrogates: added by its address
+  if (data == nullptr) {  // the text contains lone surrogates, so its address is added
     PyErr_Clear();
     words_.push_back(kObject);
     words_.push_back(reinterpret_cast<uint64_t>(text));
@@ -239,7 +240,7 @@ bool OutputSpec::describe(PyObject* value, std::vector<at::Tensor>& tensors, int
     return describe_items(value, tensors, depth);
   }
   if (PyObject* fields = fields_of(value)) return describe_dataclass(value, fields, tensors, depth);
-  // A mutable object would be shared by all calls.
+  // Only immutable objects can be constants, because all calls return the same object.
   const bool constant = value == Py_None || PyBool_Check(value) || PyLong_CheckExact(value) ||
                         PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
   if (constant) object_ = Py_NewRef(value);
@@ -328,7 +329,7 @@ PyObject* OutputSpec::build_dict(const at::Tensor*& next) const {
   return out.release().ptr();
 }
 
-// Creates an instance as copy.copy does: sets the fields, without running `__init__`.
+// Creates an instance like copy.copy: sets the fields and does not call `__init__`.
 PyObject* OutputSpec::build_dataclass(const at::Tensor*& next) const {
   auto* type = reinterpret_cast<PyTypeObject*>(object_);
   const py::object none = own(PyTuple_New(0));
@@ -336,7 +337,7 @@ PyObject* OutputSpec::build_dataclass(const at::Tensor*& next) const {
   if (!out) return nullptr;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const py::object part = own(parts_[i].build(next));
-    // object's own `__setattr__`, which also works for frozen dataclasses.
+    // This function is `object.__setattr__`, which also works for frozen dataclasses.
     if (!part || PyObject_GenericSetAttr(out.ptr(), names_[i], part.ptr()) < 0) return nullptr;
   }
   return out.release().ptr();

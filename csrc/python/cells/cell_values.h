@@ -1,5 +1,5 @@
-// Arguments and results of cells: tensors in nested structures (tuples, lists, dicts, named tuples,
-// dataclasses), and other objects.
+// Converts the arguments and results of cells. Arguments and results may be tensors in nested
+// structures (tuples, lists, dicts, named tuples, dataclasses) and other objects.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -12,7 +12,7 @@
 
 namespace autobatch {
 
-// The arguments of one call, flattened: the tensors in order, and words that encode the structure
+// The flattened arguments of one call. The tensors are stored in order. Words encode the structure
 // and all other arguments.
 class CellInputs {
  public:
@@ -21,24 +21,24 @@ class CellInputs {
   CellInputs& operator=(const CellInputs&) = delete;
   ~CellInputs();
 
-  // Returns false with a Python exception set on an error, such as an argument that is not
-  // hashable.
+  // Adds the arguments of a call. If there is an error, such as an argument that is not hashable,
+  // returns false with a Python exception set.
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
-  // False if the call can't be captured because of an argument. Such an argument is of a subclass
-  // of Tensor (other than nn.Parameter), list or dict, or is a dataclass instance with attributes
-  // that are not fields.
+  // Returns false if an argument prevents the capture of the call. Two sorts of arguments do:
+  // instances of a subclass of Tensor (other than nn.Parameter), list or dict, and dataclass
+  // instances with attributes that are not fields.
   bool capturable() const { return capturable_; }
   // The tensors are borrowed from the call's arguments until hold() takes references to them. Call
-  // hold() before the function runs; add_call() does so for arguments that can change, such as
-  // lists.
+  // hold() before the function runs. For arguments that can change, such as lists, add_call() calls
+  // hold() itself.
   at::ArrayRef<at::Tensor> tensors() const { return tensors_; }
   void hold();
   at::ArrayRef<uint64_t> words() const { return words_; }
-  // The objects whose addresses are among the words. Borrowed.
+  // Returns the objects whose addresses are among the words, as borrowed references.
   at::ArrayRef<PyObject*> objects() const { return objects_; }
-  // The nn.Modules among the objects, and the function itself or the object of a bound method if it
-  // is an nn.Module. Borrowed.
+  // Returns the nn.Modules among the objects, as borrowed references. If the function is an
+  // nn.Module, or is a bound method of an nn.Module, this module is included.
   at::ArrayRef<PyObject*> modules() const { return modules_; }
 
  private:
@@ -57,15 +57,17 @@ class CellInputs {
   c10::SmallVector<PyObject*, 4> objects_, modules_;
 };
 
-// The structure of a result, to rebuild it from other tensors.
+// The structure of a result. An OutputSpec can build an equal structure from other tensors.
 class OutputSpec {
  public:
-  // Records the structure of the result, and appends its tensors. Returns false if the result can't
-  // be rebuilt (it contains a mutable object), or on an error, with a Python exception set.
+  // Records the structure of the result, and appends its tensors. Returns false if the result
+  // contains a mutable object, because such a result can't be rebuilt. If there is an error,
+  // returns false with a Python exception set.
   bool describe(PyObject* value, std::vector<at::Tensor>& tensors, int depth = 0);
-  // Returns a new reference; null with a Python exception set.
+  // Returns the rebuilt result as a new reference. If there is an error, returns null with a Python
+  // exception set.
   PyObject* build(at::ArrayRef<at::Tensor> tensors) const;
-  // Whether both have the same structure, with equal constants.
+  // Whether `other` has the same structure and equal constants.
   bool equals(const OutputSpec& other) const;
   void clear();  // needs the GIL
 

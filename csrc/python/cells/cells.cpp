@@ -23,12 +23,12 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// Templates that outlive a block, for the program of a dynamic cell. A kind of call is traced when
-// it occurs the second time.
+// The templates for the program of a dynamic cell. The templates are kept when a block ends. The
+// second call of a kind is traced.
 class LastingTemplates {
  public:
-  // Returns the templates. Clears them first if their keys and nodes refer to other interning
-  // tables than the scope's.
+  // Returns the templates. If their keys and nodes refer to interning tables of an earlier scope,
+  // first removes all templates.
   CellTable& of(const Scope& scope) {
     if (tables_.lock() != scope.shared_tables()) {
       tables_ = scope.shared_tables();
@@ -41,13 +41,13 @@ class LastingTemplates {
     steps_ += made->num_steps();
     table_.add(key, std::move(made), function);
   }
-  // Whether many traces gave no template. The function's ops then seem to depend on more than the
-  // kinds of its tensors.
+  // Whether many traces gave no template. In this case the ops of the function seem to depend on
+  // more than the kinds of its tensors.
   bool give_up() const { return failures_ >= kMostFailures; }
   void count_failure() { ++failures_; }
 
  private:
-  static constexpr size_t kMostSteps = size_t{1} << 16;  // about 400 bytes each
+  static constexpr size_t kMostSteps = size_t{1} << 16;  // each step has about 400 bytes
   static constexpr int kMostFailures = 4;
   void clear() {
     table_.clear();
@@ -65,7 +65,7 @@ struct CellObject {
   PyObject* dict;
   PyObject* weakrefs;
   vectorcallfunc vectorcall;
-  unsigned long long uses;    // number of calls that a template was applied to
+  unsigned long long uses;    // number of calls that used a template
   CellFunction* known;        // owned
   LastingTemplates* lasting;  // owned; null: the templates are in Scope::cells()
 };
@@ -102,9 +102,10 @@ std::string name_of(CellObject* cell) {
   return out;
 }
 
-// Adds the guards that torch_autobatch._cell.guards(function, modules, weights) returns: a list of
-// (dict, name, value), or None if a module has hooks. Hooks must run in each call, so None sets
-// `has_hooks`. Returns false with an exception set on an error.
+// Calls torch_autobatch._cell.guards(function, modules, weights) and adds the guards that it
+// returns, a list of tuples (dict, name, value). The function returns None if a module has hooks.
+// In this case sets `has_hooks`, because hooks must run in each call. If there is an error, returns
+// false with an exception set.
 bool add_guards(Host& host, bool& has_hooks, PyObject* cell, at::ArrayRef<PyObject*> modules,
                 const std::vector<at::Tensor>& weights) {
   const auto own = [](PyObject* object) { return py::reinterpret_steal<py::object>(object); };
@@ -168,7 +169,8 @@ class Use {
     lasting() ? cell_->lasting->add(key, std::move(made), *cell_->known)
               : scope_.cells().add(key, std::move(made), *cell_->known);
   }
-  // Whether `known` only marks the first call of a kind, so that this second call is to be traced.
+  // Whether `known` is only the mark that the first call of a kind has stored. In this case the
+  // current call is the second call and must be traced.
   bool is_second(const CellTemplate& known) const { return lasting() && known.host == nullptr; }
 
   PyObject* plain() {
@@ -180,8 +182,8 @@ class Use {
     return CellTable::make_key(scope_, cell_->known->id(), inputs_.tensors(), inputs_.words(), key);
   }
 
-  // Runs the function although there is a template, and raises an error if it captures other ops or
-  // returns another result.
+  // Runs the function although there is a template. Raises an error if the captured ops or the
+  // result differ from the template.
   PyObject* check(const CellTemplate& known) {
     CellTrace trace(scope_, inputs_.tensors());
     auto result = py::reinterpret_steal<py::object>(plain());
@@ -210,8 +212,8 @@ class Use {
     return keep(trace, result.ptr()) ? result.release().ptr() : nullptr;
   }
 
-  // Stores the template of a traced call, or an empty template if the trace gave none. Returns
-  // false with an exception set on an error.
+  // Stores the template of a traced call, or an empty template if the trace failed. If there is an
+  // error, returns false with an exception set.
   bool keep(CellTrace& trace, PyObject* result) {
     auto host = std::make_shared<Host>();
     std::vector<at::Tensor> outputs;
@@ -230,9 +232,9 @@ class Use {
     if (!made) {
       if (!lasting()) note_plain(scope_, name_of(cell_), why, trace.site());
       if (lasting() && PyTuple_Check(result)) cell_->lasting->count_failure();
-      made = std::make_unique<CellTemplate>();  // without steps: later calls run the function
+      made = std::make_unique<CellTemplate>();  // no steps: later calls run the function
     }
-    Key key;  // made again, because the trace has found which inputs are weights
+    Key key;  // a new key: only the trace shows which inputs are weights
     if (!make_key(key)) return true;
     for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
     made->host = std::move(host);
@@ -249,10 +251,11 @@ class Use {
   CellInputs inputs_;
 };
 
-// Returns the scope that captures calls of cells as a whole; null if cells' functions just run.
+// Returns the scope that captures each call of a cell as a whole. Returns null if a call just runs
+// the cell's function.
 Scope* scope_for_cells() {
   Scope* scope = capturing_scope();
-  // A cell that is called while another one is traced becomes part of that trace.
+  // If a cell is called while another cell is traced, its ops become part of this trace.
   const bool uses = scope != nullptr && scope->options().cells && CellTrace::current() == nullptr;
   return uses ? scope : nullptr;
 }
@@ -309,13 +312,13 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Binds the cell to an object as a method, as functions do.
+// Binds the cell to an object, like a function that is used as a method.
 PyObject* bind(PyObject* self, PyObject* object, PyObject*) {
   if (object == nullptr || object == Py_None) return Py_NewRef(self);
   return PyMethod_New(self, object);
 }
 
-// Pickles the cell by its name, as functions are.
+// Pickles the cell by its name. Python pickles functions in the same way.
 PyObject* reduce(PyObject* self, PyObject*) { return PyObject_GetAttrString(self, "__qualname__"); }
 
 PyMethodDef methods[] = {{"__reduce__", reduce, METH_NOARGS, nullptr},

@@ -1,6 +1,7 @@
-// The type behind torch_autobatch.cell: a function whose calls in a block are captured as a whole
-// (autobatch/cells/cell_template.h). It calls back into Python without a pybind11 function on the
-// stack, because a fiber may be suspended in the callback (fibers.h).
+// The type of the objects that torch_autobatch.cell returns: functions whose calls in a block are
+// captured as a whole (autobatch/cells/cell_template.h). When a cell calls its Python function, no
+// pybind11 function may be on the stack, because a fiber may be suspended in the Python function
+// (fibers.h).
 #pragma once
 
 #include <Python.h>

@@ -33,7 +33,7 @@ struct Step {
   bool is_elementwise = false;
   NodeId node = 0;
   std::vector<int64_t> operands;  // value ids; -1: not given
-  std::vector<int64_t> places;    // by operand: index of the argument; -1: an element of a list
+  std::vector<int64_t> places;    // by operand: index of the argument; -1: part of a list
   std::vector<ValueId> results;
   std::vector<bool> requires_grad;  // by result
   std::vector<std::vector<int64_t>> sizes_of_results;
@@ -43,7 +43,7 @@ struct Step {
   int64_t offset = 0;
 };
 
-// A subgraph, as Python sees it.
+// The Python object for a subgraph.
 class SubgraphView {
  public:
   explicit SubgraphView(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
@@ -77,7 +77,7 @@ class SubgraphView {
     return out;
   }
 
-  // Runs the op of a node as eager does, and returns its results.
+  // Runs the op of a node in the same way as eager, and returns its results.
   std::vector<at::Tensor> run(NodeId id,
                               const std::vector<std::optional<at::Tensor>>& given) const {
     const Node& node = tape().nodes[id];
@@ -94,7 +94,7 @@ class SubgraphView {
     return rule_->eager({}, operands, {});
   }
 
-  // Returns the op's arguments, with None in place of tensors and lists of tensors.
+  // Returns the op's arguments. Tensors and lists of tensors are replaced by None.
   py::list arguments(NodeId id) const {
     py::list out;
     for (const c10::IValue& value : tape().nodes[id].signature->arguments) {

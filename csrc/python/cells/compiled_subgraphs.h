@@ -1,5 +1,5 @@
-// Binds cells' subgraphs for the compiler in Python (torch_autobatch/_compiled.py), and calls the
-// compiled code.
+// Gives the compiler in Python (torch_autobatch/_compiled.py) access to the subgraphs of cells, and
+// calls the compiled code.
 #pragma once
 
 #include <Python.h>

@@ -23,10 +23,10 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-constexpr int kDeepest = 32;         // nesting depth of containers
-constexpr size_t kMostValues = 512;  // number of values that a search of an object visits
+constexpr int kDeepest = 32;         // limit on the nesting depth of containers
+constexpr size_t kMostValues = 512;  // limit on the values that a search visits
 
-// The first word of each value.
+// The first word of each encoded value is one of these marks.
 enum Mark : uint64_t {
   kTensor = uint64_t{0x200} << 48,
   kParameter,
@@ -51,7 +51,7 @@ enum Mark : uint64_t {
   kSame,
 };
 
-// Properties of a class, as torch_autobatch._cell_objects.flags_of returns them.
+// The bits of the number that torch_autobatch._cell_objects.flags_of returns for a class.
 enum Flag : long {
   kHasAttributes = 1,  // a Python class whose instances consist of their attributes
   kHasSlots = 2,       // instances have attributes outside their `__dict__`
@@ -89,8 +89,8 @@ bool is_fixed(PyObject* value) {
          THPDtype_Check(value) || THPDevice_Check(value);
 }
 
-// Calls `visit(key, value)` for each attribute of an object, or each item of a list, tuple or dict.
-// The key is null for a list or tuple. `visit` must not change the container.
+// Calls `visit(key, value)` for each attribute of an object, or for each item of a list, tuple or
+// dict. If the object is a list or tuple, the key is null. `visit` must not change the container.
 template <class Visit>
 void each_item(PyObject* value, long flags, const Visit& visit) {
   if (PyList_Check(value) || PyTuple_Check(value)) {
@@ -112,7 +112,7 @@ void each_item(PyObject* value, long flags, const Visit& visit) {
   for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &key, &item) != 0;) visit(key, item);
 }
 
-// Searches an object, and the objects in it, for a tensor.
+// Searches for a tensor in an object and in the objects that it contains.
 class Search {
  public:
   bool finds_tensor(PyObject* value) {
@@ -131,13 +131,13 @@ class Search {
   std::unordered_set<PyObject*> seen_;
 };
 
-// Recognises an object that contains no tensors and that its contents identify: an empty cache,
-// which a call fills. It consists of lists and dicts, classes, constants other than ints and
-// tuples, and objects of the same sort.
+// Recognises an object that contains no tensors and is identified by its contents. An example is an
+// empty cache, which a call fills. The object may contain lists, dicts, classes, constants other
+// than ints and tuples, and objects with contents of these types.
 class EmptyContainer {
  public:
-  // `is`: there must be a list or dict. `is_within`, for an object in a container: attributes are
-  // enough.
+  // For `is`, the object must contain a list or dict. `is_within` is for an object in a container,
+  // and requires only that the object has attributes.
   bool is(PyObject* value, long flags) { return consists(value, flags) && has_container_; }
   bool is_within(PyObject* value, long flags) { return consists(value, flags) && values_ > 1; }
 
@@ -169,7 +169,8 @@ class EmptyContainer {
 
 class Arguments {
  public:
-  // Returns false if an argument can be identified neither by value nor by address.
+  // Adds the arguments of a call. Returns false if an argument can be identified neither by value
+  // nor by address.
   bool add_call(PyObject* args, PyObject* kwargs) {
     words_.push_back(context_word());
     if (!add(args)) return false;
@@ -202,7 +203,7 @@ class Arguments {
   bool add(PyObject* value) {
     PyTypeObject* type = Py_TYPE(value);
     if (THPVariable_CheckExact(value) && type != parameter_type()) return add_tensor(value);
-    if (type == parameter_type()) {  // by address: the function may also reach it through a module
+    if (type == parameter_type()) {  // by address: it may also belong to a module
       add_held(kParameter, value);
       inputs_.push_back(value);
       return true;
@@ -246,7 +247,8 @@ class Arguments {
            static_cast<uint64_t>(static_cast<uint8_t>(device.index()));
   }
 
-  // Adds an object by its address. `objects_` keeps the object as long as the key.
+  // Adds an object by its address. `objects_` holds a reference to the object, so that the address
+  // remains valid.
   void add_held(uint64_t mark, PyObject* object) {
     words_.push_back(mark);
     words_.push_back(reinterpret_cast<uint64_t>(object));
@@ -278,7 +280,8 @@ class Arguments {
     return true;
   }
 
-  // Adds a constant by its value. Returns false for all other objects, traced numbers included.
+  // Adds a constant by its value. Returns false for all other objects, which include traced
+  // numbers.
   bool add_fixed(PyObject* value) {
     if (value == Py_None) return words_.push_back(kNothing), true;
     if (PyBool_Check(value)) return put(kTruth, value == Py_True ? 1 : 0);
@@ -322,7 +325,7 @@ class Arguments {
   bool add_text(PyObject* text) {
     Py_ssize_t size = 0;
     const char* data = PyUnicode_AsUTF8AndSize(text, &size);
-    if (data == nullptr) return PyErr_Clear(), false;  // lone surrogates
+    if (data == nullptr) return PyErr_Clear(), false;  // the text contains lone surrogates
     words_.push_back(kText);
     append_string(words_, std::string_view(data, static_cast<size_t>(size)));
     return true;
@@ -338,7 +341,7 @@ class Arguments {
            ((flags & kHasAttributes) != 0 && EmptyContainer().is_within(value, flags));
   }
 
-  // Adds a container that is an argument itself, or an item of a tuple.
+  // Adds a container that is an argument or an item of a tuple.
   bool add_first(PyObject* value, long flags) {
     const size_t before = inputs_.size();
     if (!add_container(value, flags, 0)) return false;
@@ -396,7 +399,7 @@ class Arguments {
     return has_state_within(item, flags) ? add_container(item, flags, depth + 1) : add(item);
   }
 
-  // Adds which inputs are the same tensor.
+  // Adds words that tell which inputs are the same tensor.
   void add_same() {
     std::unordered_map<PyObject*, size_t> first;
     for (size_t i = 0; i < inputs_.size(); ++i) {

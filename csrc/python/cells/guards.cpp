@@ -7,8 +7,9 @@
 namespace autobatch {
 namespace {
 
-// Returns the version of a dict. Each write to the dict changes it, and no two dicts have the same
-// version. Returns 0 from Python 3.12 on, which has no versions: each item is compared then.
+// Returns the version of a dict. Each write to the dict changes the version, and no two dicts have
+// the same version. Returns 0 from Python 3.12 on, because these versions of Python do not count
+// writes. In this case each item is compared.
 uint64_t version_of([[maybe_unused]] PyObject* dict) {
 #if PY_VERSION_HEX < 0x030C0000
   return reinterpret_cast<PyDictObject*>(dict)->ma_version_tag;
@@ -55,7 +56,7 @@ bool Guards::hold() {
 }
 
 bool Guards::Table::holds() {
-  if (!PyDict_Check(dict)) return false;  // of a scripted module
+  if (!PyDict_Check(dict)) return false;  // a scripted module has another type
   const uint64_t now = version_of(dict);
   if (version != 0 && now == version) return true;
   for (const Item& item : items) {

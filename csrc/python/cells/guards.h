@@ -1,5 +1,5 @@
-// The state of modules and tensors that a traced call of a cell depended on. It is compared again
-// before each use of the trace.
+// The state of modules and tensors on which a traced call of a cell depends. Before each use of the
+// trace, the current state is compared with the stored state.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,13 +19,13 @@ class Guards {
   Guards& operator=(const Guards&) = delete;
   ~Guards();
 
-  // Adds a list of tuples (dict, name, value): the dict must hold this value under this name. If
-  // the name is None, the value is the number of items in the dict, which detects added items.
-  // Returns false with an exception set.
+  // Adds a list of tuples (dict, name, value). The dict must contain this value under this name. If
+  // the name is None, the value is the number of items in the dict, so that added items are
+  // detected. If there is an error, returns false with an exception set.
   bool add(PyObject* found);
   // Adds a list of tensors whose sizes, dtype and `requires_grad` must not change.
   void add_tensors(PyObject* tensors);
-  // Whether nothing has changed.
+  // Whether the current state equals the stored state.
   bool hold();
 
  private:

@@ -1,5 +1,6 @@
-// A cache of facts about Python code. They are stored with the code object and freed with it, so
-// that programs that create code (`exec`, notebooks) do not leak memory.
+// A cache of facts about Python code. The facts are stored in the code object and are freed
+// together with it. So programs that create code at run time (`exec`, notebooks) do not leak
+// memory.
 #pragma once
 
 #include <Python.h>
@@ -29,13 +30,14 @@ inline Py_ssize_t request_code_extra(freefunc free) {
 }
 #endif
 
-// Answers by code object and key. All members need the GIL. An instance must live as long as the
-// process, because code objects refer to its slot. CPython has 255 slots.
+// A cache with an answer for each code object and key. All members need the GIL. An instance must
+// never be destroyed, because code objects refer to its slot. CPython has 255 slots.
 template <class Key, class Answer, class Hash = std::hash<Key>>
 class CodeCache {
  public:
-  // Returns the answer, which `make` computes at the first call. The reference is valid as long as
-  // the code object lives, or only until the next call if CPython could not store the answer.
+  // Returns the answer. At the first call, `make` computes it. The reference is valid until the
+  // code object is freed. If CPython could not store the answer, the reference is valid only until
+  // the next call.
   template <class Make>
   const Answer& find(PyCodeObject* code, const Key& key, const Make& make) {
     PyObject* object = reinterpret_cast<PyObject*>(code);
@@ -52,7 +54,7 @@ class CodeCache {
     auto& answers = *static_cast<Answers*>(extra);
     const auto found = answers.find(key);
     if (found != answers.end()) return found->second;
-    Answer answer = make();  // may run Python code that calls find() again
+    Answer answer = make();  // `make` may run Python code that calls find() again
     return answers.try_emplace(key, std::move(answer)).first->second;
   }
 

@@ -32,11 +32,11 @@ constexpr size_t kMostParameters = 8;
 // --- an op, and the form of its arguments in Python ---
 
 struct Parameter {
-  Kind kind = Kind::kNone;   // accepted kind; kNone: only the default
-  bool scalar = false;       // accepts an int, a float or a bool; `kind` is not used then
-  PyObject* name = nullptr;  // null: can't be given by name
+  Kind kind = Kind::kNone;   // accepted kind; kNone: must keep its default
+  bool scalar = false;       // accepts an int, float or bool; `kind` is not used
+  PyObject* name = nullptr;  // null: can't be passed by name
   bool positional = true;
-  bool single = false;    // of kInts: a single int is accepted
+  bool single = false;    // if `kind` is kInts: a single int is accepted
   bool optional = false;  // None is accepted
   bool number = false;    // a number is accepted in place of the tensor
   bool has_default = false;
@@ -47,10 +47,11 @@ struct Form {
   const OpInfo* op = nullptr;
   c10::SmallVector<Parameter, kMostParameters> parameters;
   size_t most_positional = 0;
-  bool spreads = false;  // `view(2, 3)`: the last list may be given as separate arguments
+  bool spreads = false;  // the last list may be passed as separate arguments: `view(2, 3)`
 };
 
-// Returns kNone for types that are not supported: such a parameter must keep its default.
+// Returns the kind of a parameter's type. Returns kNone if the type is not supported: a parameter
+// of this type must keep its default.
 Kind kind_of(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return Kind::kTensor;
   if (type.kind() == c10::TypeKind::IntType || type.kind() == c10::TypeKind::SymIntType) {
@@ -82,7 +83,7 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
   } else if (value.isDouble()) {
     a.kind = Kind::kDouble;
     a.number = value.toDouble();
-  } else if (value.isString()) {  // belongs to the schema, which is never freed
+  } else if (value.isString()) {  // not copied: the schema owns the text and is never freed
     a.kind = Kind::kString;
     a.text = value.toStringRef().data();
     a.size = value.toStringRef().size();
@@ -92,7 +93,8 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
   return true;
 }
 
-// Sets the default of PyTorch's binding where it differs from the schema's, as in factories.
+// In some ops, such as factories, the default of PyTorch's binding differs from the schema's
+// default. Sets the binding's default for these ops.
 void set_default_of_binding(const std::string& op, const std::string& name, Parameter& parameter) {
   if (op.starts_with("new_") && name == "pin_memory") parameter.standard.kind = Kind::kBool;
 }
@@ -109,7 +111,7 @@ Form form_of(const std::string& name) {
     const c10::Type& given = p.optional ? *type.containedType(0) : type;
     p.kind = kind_of(given);
     p.scalar = given.kind() == c10::TypeKind::NumberType;
-    // The name is never released. `self` of a schema has another name in Python (`input`).
+    // The name object is never released. A schema's `self` has another name in Python (`input`).
     if (argument.name() != "self") p.name = PyUnicode_InternFromString(argument.name().c_str());
     p.single = argument.N() == 1;
     p.positional = !argument.kwarg_only();
@@ -131,10 +133,11 @@ struct Given {
   PyObject* names;          // of the keyword arguments: a tuple, or null
 };
 
-// The arguments of one call, read for capture. They refer to the call's objects.
+// The arguments of one call, converted for capture. The arguments contain pointers to the objects
+// of the call.
 class Arguments {
  public:
-  // Returns false if the arguments are not plain, or do not fit the form.
+  // Returns false if the arguments are not plain, or if they do not match the form.
   bool read(const Form& form, const Given& given) {
     std::array<PyObject*, kMostParameters> values{};
     const bool spread = form.spreads && given.count > 1 && !is_sequence(given.values[1]);
@@ -218,7 +221,7 @@ class Arguments {
   }
 
   bool read_value(const Parameter& parameter, PyObject* value, Argument& argument) {
-    if (value == Py_None) return parameter.optional;  // an argument is None until it is set
+    if (value == Py_None) return parameter.optional;  // `argument` still is None
     if (parameter.scalar) return read_scalar(value, argument);
     argument.kind = parameter.kind;
     switch (parameter.kind) {
@@ -252,7 +255,7 @@ class Arguments {
             static_cast<size_t>(PySequence_Fast_GET_SIZE(sequence))};
   }
 
-  // No op in the table has two lists of tensors, so one buffer is enough.
+  // No op in the table has two parameters that are lists of tensors, so one buffer is enough.
   bool read_tensors(std::span<PyObject* const> values, Argument& argument) {
     for (PyObject* value : values) {
       if (!THPVariable_CheckExact(value)) return false;
@@ -278,7 +281,7 @@ class Arguments {
   c10::SmallVector<int64_t, 8> integers_;
 };
 
-// Returns results as PyTorch's bindings do: one tensor, or a tuple.
+// Returns the results in the same form as PyTorch's bindings: one tensor, or a tuple.
 PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
   if (!list && results.size() == 1) return new_tensor_object(graph, results[0]);
   auto out =
@@ -290,8 +293,9 @@ PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
   return out.release().ptr();
 }
 
-// Returns true if the call was captured, or raised an error; `result` is then the value to return,
-// null on an error. No warning handler is needed, because no code that could warn runs.
+// Returns true if the call was captured or raised an error. In this case `result` is the value to
+// return, or null if there was an error. No warning handler is needed, because no code runs that
+// could warn.
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
   try {
     result = from_cache(*form.op, arguments.get());
@@ -306,16 +310,16 @@ bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
 
 // --- methods and functions ---
 
-// The replacement of one method or function of the table. For a method without arguments, the C
-// function (ml_meth) is exchanged, because the interpreter may call it without the vectorcall slot.
-// For other methods and functions, the vectorcall slot is exchanged: the C function must not
-// change, because Python compares and hashes builtin functions by it.
+// The replacement of one method or function of the table. If a method has no arguments, its C
+// function (ml_meth) is exchanged, because the interpreter may call the C function directly. In all
+// other methods and functions the vectorcall slot is exchanged. The C function of a builtin must
+// not change, because Python uses it to compare and hash builtin functions.
 struct Direct {
   PyCFunction* alone = nullptr;  // the ml_meth to exchange; null: none
   PyCFunction original_alone = nullptr;
   PyCFunction ours_alone = nullptr;
   vectorcallfunc* call = nullptr;     // the vectorcall slot to exchange; null: none
-  vectorcallfunc original = nullptr;  // null: the function is called by its class's tp_call
+  vectorcallfunc original = nullptr;  // null: called by its class's tp_call
   vectorcallfunc ours = nullptr;
   std::vector<Form> forms;
   bool for_tensors = true;  // is_captured_for_tensors() of all forms
@@ -326,9 +330,9 @@ std::array<Direct, std::size(kNames)>& directs() {
   return *all;
 }
 
-// Whether the arguments may lead to a capture: a pending tensor, a tensor that requires grad, or an
-// argument that is not examined here. Tensors of plain data mostly do not, and this test avoids
-// reading the arguments in vain.
+// Whether the call may have to be captured. Returns true if an argument is a pending tensor,
+// requires grad, or is not examined here. Calls whose tensors are plain data are mostly not
+// captured. For such calls this test avoids converting the arguments.
 bool may_be_captured(const Given& given) {
   for (size_t i = 0; i < given.count; ++i) {
     PyObject* value = given.values[i];
@@ -372,7 +376,7 @@ PyObject* call(PyObject* function, PyObject* const* values, size_t count, PyObje
   return call_original(direct.original, function, values, count, names);
 }
 
-// Returns the method or function of that name; null if there is none.
+// Returns the method or function with this name, or null if it does not exist.
 py::object find(const DirectName& name) {
   if (name.binding == Binding::kMethod) {
     return py::reinterpret_borrow<py::object>(_PyType_Lookup(

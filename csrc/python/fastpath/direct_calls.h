@@ -1,10 +1,10 @@
 // A fast path from Python to capture. PyTorch's bindings parse the arguments for any overload,
-// release the GIL and call the dispatcher: for `x * y` this takes longer than capturing the call.
-// While a block is open, C functions of this library replace the C functions of the methods
-// (operators among them) and functions that models call most. Such a function captures a call if
-// the call is plain and a call with the same key was captured before. A plain call has exact
-// tensors and numbers, and no option that is missing in the table. All other calls, including calls
-// of other threads, are passed to PyTorch's function with their arguments unchanged.
+// release the GIL and call the dispatcher. For `x * y` these steps take longer than capturing the
+// call. So while a block is open, this library replaces the C functions of the methods, operators
+// and functions that models call most. The replacement captures a call if the call is plain and a
+// call with the same key was captured before. In a plain call, tensors and numbers are not of
+// subclasses, and no option is passed that the table does not list. All other calls, including
+// calls of other threads, are passed to PyTorch's function with unchanged arguments.
 #pragma once
 
 #include "autobatch/capture/try_cached_call.h"
@@ -20,16 +20,16 @@ extern Switch direct_calls_switch;
 void install_direct_calls();
 void remove_direct_calls();
 
-// Captures the call if a call with the same key is cached (CachedCall), and returns its results as
-// a new reference. Returns null, with no exception set, if there is none. Needs the GIL.
+// If a call with the same key is cached (CachedCall), captures the call and returns its results as
+// a new reference. If no such call is cached, returns null with no exception set. Needs the GIL.
 PyObject* from_cache(const OpInfo& op, at::ArrayRef<Argument> arguments);
 
-// Calls PyTorch's function by its original vectorcall, or by its type's tp_call if it had none.
-// Needs the GIL.
+// Calls PyTorch's function by its original vectorcall. If the function had no vectorcall, calls it
+// by its type's tp_call. Needs the GIL.
 PyObject* call_original(vectorcallfunc original, PyObject* function, PyObject* const* values,
                         size_t count, PyObject* names);
 
-inline Argument argument(const at::Tensor& tensor) {  // may be undefined
+inline Argument argument(const at::Tensor& tensor) {  // the tensor may be undefined
   Argument a;
   a.kind = Argument::Kind::kTensor;
   a.tensor = &tensor;

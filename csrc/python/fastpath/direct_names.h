@@ -1,5 +1,6 @@
-// The methods and functions that have a fast path to capture (direct_calls.h): the ones that models
-// call most. Elementwise ops of one tensor are listed in elementwise_ops.inc.
+// The methods and functions that have a fast path to capture (direct_calls.h). Models call these
+// methods and functions most. Elementwise ops of one tensor are listed in elementwise_ops.inc
+// instead.
 #pragma once
 
 #include <array>

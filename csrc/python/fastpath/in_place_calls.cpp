@@ -24,8 +24,8 @@ bool is_pending(PyObject* object) {
   return is_tensor(object) && as_pending(THPVariable_Unpack(object)) != nullptr;
 }
 
-// Exchanges the object's tensor for a pending copy, if possible. The object keeps its identity,
-// attributes and weak references.
+// If possible, replaces the tensor in the Python object by a pending copy. The identity, the
+// attributes and the weak references of the object do not change.
 void adopt(PyObject* object) {
   if (reinterpret_cast<THPVariable*>(object)->backward_hooks != nullptr) return;
   at::Tensor copy = pending_copy(THPVariable_Unpack(object));
@@ -69,7 +69,7 @@ PyObject* call(PyObject* method, PyObject* const* values, size_t count, PyObject
 }
 
 // If PyTorch would read the storage of a 0-dimensional value, returns the value as a tensor of size
-// [1], which broadcasts in the same way; else null.
+// [1], which broadcasts in the same way. Otherwise returns null.
 py::object with_a_dimension(PyObject* self, PyObject* value) {
   if (!is_tensor(self) || !is_tensor(value) || at::impl::torch_function_mode_enabled()) return {};
   const at::Tensor& number = THPVariable_Unpack(value);

@@ -1,11 +1,11 @@
-// In-place methods, `y[i] = h` and `y += h`, where `h` is pending and `y` is not. If no other
-// reference could observe the difference, `y` becomes pending first (autobatch/capture/adopt.h), so
-// that `h` need not be computed.
+// Handles in-place methods such as `y[i] = h` and `y += h` if `h` is pending and `y` is not. If no
+// other reference can observe the difference, `y` is made pending first
+// (autobatch/capture/adopt.h). So the write can be captured, and `h` is not computed at this point.
 #pragma once
 
 namespace autobatch {
 
-// Both functions need the GIL; patches.h says when they are called.
+// Both functions need the GIL. patches.h describes when they are called.
 void install_in_place_calls();
 void remove_in_place_calls();
 

@@ -12,8 +12,8 @@
 
 namespace autobatch {
 
-// An interned attribute name: a dict lookup compares pointers only. Instances are created while
-// this extension is imported, when the GIL is held.
+// An attribute name. The string is interned, so that a dict lookup only compares pointers.
+// Instances are created while this extension is imported, because the GIL is held at that time.
 class Name {
  public:
   explicit Name(const char* text) : object_(PyUnicode_InternFromString(text)) {}
@@ -31,9 +31,9 @@ inline const Name kForwardPreHooks("_forward_pre_hooks");
 inline const Name kBackwardHooks("_backward_hooks");
 inline const Name kBackwardPreHooks("_backward_pre_hooks");
 
-// The results of the attribute lookups in one module, in the order of the lookups. As long as the
-// module's dicts are unchanged, each call looks up the same names in the same order and finds the
-// same results.
+// The results of the attribute lookups in one module, in the order of the lookups. Each call of a
+// module looks up the same names in the same order. While the module's dicts do not change, the
+// results are the same too.
 struct Findings {
   const void* kind = nullptr;  // the kind of module, which determines the lookups
   uint64_t version = 0;        // of the module's `__dict__`; 0: the results are not kept
@@ -42,7 +42,8 @@ struct Findings {
   size_t count = 0;
   std::array<PyObject*, 16> found{};
 
-  // Returns the results for the module with this dict; empty if the dict has changed.
+  // Returns the stored results for the module with this dict. If the dict has changed, the returned
+  // object contains no results.
   static Findings& of(PyObject* dict, const void* kind) {
     static std::array<Findings, 256> table;  // guarded by the GIL
     Findings& known = table[reinterpret_cast<uintptr_t>(dict) * 0x9E3779B97F4A7C15U >> 56];
@@ -64,8 +65,9 @@ struct Findings {
   }
 };
 
-// Reads the attributes of one module from its `__dict__`. If an attribute is not where nn.Module
-// keeps it, complete() becomes false, and the caller takes the ordinary path.
+// Reads the attributes of one module from its `__dict__`. If an attribute is not in the dict where
+// nn.Module stores it, complete() returns false, and the caller calls the module in the ordinary
+// way.
 class Attributes {
  public:
   Attributes(PyObject* dict, const void* kind)
@@ -75,7 +77,8 @@ class Attributes {
 
   bool complete() const { return complete_; }
 
-  // Returns a parameter; undefined if it is None. The reference is valid until Python code runs.
+  // Returns a parameter, or an undefined tensor if the parameter is None. The reference is valid
+  // until Python code runs.
   const at::Tensor& parameter(const Name& name) {
     static const at::Tensor none;
     PyObject* value = parameters_ == nullptr ? nullptr : item(parameters_, name);
@@ -135,7 +138,7 @@ class Attributes {
                      : pybind11::object();
   }
 
-  // Whether the module has no hooks, and no `forward` or compiled call of its own.
+  // Whether the module has no hooks, no compiled call, and no `forward` in its `__dict__`.
   bool is_plain() {
     for (const Name* name :
          {&kForwardHooks, &kForwardPreHooks, &kBackwardHooks, &kBackwardPreHooks}) {

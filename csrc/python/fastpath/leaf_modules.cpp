@@ -80,8 +80,8 @@ PyObject* wrap(const std::tuple<Tensor, Tensor>& pair) {
   return out;
 }
 
-// Runs an op as PyTorch's bindings do: without the GIL, and with its warnings issued in Python.
-// Returns null, with no exception set, if ops are not captured.
+// Runs an op in the same way as PyTorch's bindings: the GIL is released, and warnings of the op
+// become Python warnings. Returns null, with no exception set, if ops are not captured.
 template <class Op>
 PyObject* run(const Op& op) {
   if (capturing_scope() == nullptr) return nullptr;
@@ -97,8 +97,8 @@ PyObject* run(const Op& op) {
   }
 }
 
-// Does what the module's `forward` does for these inputs. Returns null, with no exception set, if
-// the call is not one of the plain cases.
+// A function with the same effect as the module's `forward`. If it cannot handle the call, it
+// returns null with no exception set.
 using Forward = PyObject* (*)(Attributes& module, const Inputs& in);
 
 PyObject* linear(Attributes& module, const Inputs& in) {
@@ -234,14 +234,14 @@ PyObject* gelu(Attributes& module, const Inputs& in) {
   return run([&] { return at::gelu(in.tensor(0), approximate); });
 }
 
-// Calls the modules of an nn.Sequential one after the other, as Python would.
+// Calls the modules of an nn.Sequential one after the other, like its `forward`.
 PyObject* sequential(Attributes& module, const Inputs& in) {
   const py::object modules = module.values(kModules);
   if (!module.complete() || capturing_scope() == nullptr) return nullptr;
   py::object value = py::reinterpret_borrow<py::object>(in.args[0]);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules.ptr()); ++i) {
     PyObject* next = PyObject_CallOneArg(PyList_GET_ITEM(modules.ptr(), i), value.ptr());
-    if (next == nullptr) return nullptr;  // with the exception set
+    if (next == nullptr) return nullptr;  // the exception is set
     value = py::reinterpret_steal<py::object>(next);
   }
   return value.release().ptr();
@@ -253,7 +253,7 @@ PyObject* attribute(const char* module, const char* name) {
   return py::object(py::module_::import(module).attr(name)).release().ptr();
 }
 
-// nn.Module, and the parts of PyTorch that each module call depends on.
+// nn.Module, and the other objects of PyTorch on which each module call depends.
 struct Base {
   PyObject* type = attribute("torch.nn", "Module");
   PyObject* call = PyObject_GetAttrString(type, "__call__");
@@ -274,7 +274,7 @@ struct Base {
     return *base;
   }
 
-  // Whether nn.Module's `__call__` is PyTorch's own. FX's tracer replaces it.
+  // Whether nn.Module has its original `__call__`. FX's tracer replaces `__call__`.
   bool is_original() const {
     PyObject* dict = reinterpret_cast<PyTypeObject*>(type)->tp_dict;
     return PyDict_GetItemWithError(dict, kCall.object()) == call &&
@@ -302,7 +302,8 @@ struct LeafModule {
   PyObject* original_function = nullptr;
   PyObject* function_name = nullptr;
   ternaryfunc original_call = nullptr;
-  // Versions of the class and of torch.nn.functional's dict when runs_original() last was true.
+  // The versions of the class and of torch.nn.functional's dict when runs_original() last returned
+  // true.
   unsigned type_version = 0;
   uint64_t functions_version = 0;
 };
@@ -324,7 +325,8 @@ LeafModule leaf_modules[] = {
     {"Sequential", nullptr, 1, sequential, false},
 };
 
-// Returns the entry of exactly this class; null if it is not in the table.
+// Returns the entry of this class. Returns null if the class is not in the table; entries of base
+// classes do not count.
 LeafModule* leaf_of(PyTypeObject* type) {
   for (LeafModule& leaf : leaf_modules) {
     if (leaf.type == type) return &leaf;
@@ -332,8 +334,8 @@ LeafModule* leaf_of(PyTypeObject* type) {
   return nullptr;
 }
 
-// Whether a call of the class runs PyTorch's own code. The version of a class changes, or becomes 0
-// (none), with each write to the class or to one of its base classes.
+// Whether a call of the class runs PyTorch's own code. Each write to a class or to one of its base
+// classes changes the version of the class. The version 0 means that the class has no version.
 bool runs_original(LeafModule& leaf) {
   PyObject* functions = Base::get().functions;
   const uint64_t now = leaf.function != nullptr ? version_of(functions) : 1;
@@ -362,8 +364,9 @@ bool is_plain_call(LeafModule& leaf, PyObject* args, PyObject* names) {
   return runs_original(leaf);
 }
 
-// The tp_call slot of the leaf classes. Python code that looks up `__call__` (torch.compile, FX)
-// still finds nn.Module's. Replacing nn.Module's `__call__`, as FX does, resets the slot.
+// The function in the tp_call slot of the leaf classes. Python code that looks up `__call__`
+// (torch.compile, FX) still finds the method of nn.Module. When FX replaces nn.Module's `__call__`,
+// Python resets the slot.
 PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
   try {
     if (!count_call()) return Base::get().call_slot(self, args, names);
@@ -378,7 +381,7 @@ PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
         if (result != nullptr || PyErr_Occurred() != nullptr) return result;
       }
     }
-    return Base::get().call_slot(self, args, names);  // also for subclasses that inherit this slot
+    return Base::get().call_slot(self, args, names);  // also if a subclass inherits this slot
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;
@@ -396,8 +399,8 @@ void prepare(LeafModule& leaf) {
   leaf.original_call = leaf.type->tp_call;
 }
 
-// Whether the class uses nn.Module's `__call__`. What `__call__` runs is checked at each call
-// (runs_original).
+// Whether the class uses nn.Module's `__call__`. The code that `__call__` runs is checked at each
+// call (runs_original).
 bool is_original(const LeafModule& leaf) {
   return leaf.type->tp_call == leaf.original_call &&
          PyDict_GetItemWithError(leaf.type->tp_dict, kCall.object()) == nullptr;

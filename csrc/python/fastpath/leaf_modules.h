@@ -1,17 +1,17 @@
-// A fast path for calls of PyTorch's leaf modules. Calling an nn.Linear takes three microseconds of
-// Python code before its op is reached, and this code does nothing unless the module has hooks,
-// parametrisations or the like. While a block is open, these classes have a tp_call slot of this
-// library, which reads the parameters and calls the op. All other calls, including calls of other
-// threads, are passed to nn.Module.__call__.
+// A fast path for calls of PyTorch's leaf modules. When an nn.Linear is called, Python code runs
+// for three microseconds before the op is called. The Python code is needed only for modules with
+// hooks, parametrisations and similar features. While a block is open, this library replaces the
+// tp_call slot of the leaf classes by a function that reads the parameters and calls the op. All
+// other calls, including calls of other threads, are passed to nn.Module.__call__.
 #pragma once
 
 #include "autobatch/common/switches.h"
 
 namespace autobatch {
 
-// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. A class
-// whose `__call__` is not nn.Module's is left unchanged. If its `forward`, or the function that
-// `forward` calls, is not PyTorch's, its calls take the ordinary path.
+// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. A class that
+// has a different `__call__` than nn.Module is not changed. If the user has replaced `forward`, or
+// the function that `forward` calls, calls are passed to nn.Module.__call__.
 extern Switch leaf_modules_switch;
 
 void install_leaf_modules();

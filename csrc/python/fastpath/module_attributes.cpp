@@ -47,8 +47,8 @@ struct Original {
   }
 };
 
-// Returns an item of a dict, borrowed; null, with no exception set, if it is missing or `dict` is
-// not a dict.
+// Returns an item of a dict as a borrowed reference. If the item is missing, or if `dict` is not a
+// dict, returns null with no exception set.
 PyObject* item(PyObject* dict, PyObject* key) {
   if (dict == nullptr || !PyDict_CheckExact(dict)) return nullptr;
   PyObject* found = PyDict_GetItemWithError(dict, key);
@@ -56,17 +56,17 @@ PyObject* item(PyObject* dict, PyObject* key) {
   return found;
 }
 
-// The result of an attribute lookup in a module. It is valid as long as the versions of the
-// searched dicts are unchanged: the module's `__dict__` and the tables in it.
+// The result of an attribute lookup in a module. The result is valid until the version of a
+// searched dict changes. The searched dicts are the module's `__dict__` and the tables in it.
 struct Finding {
-  PyObject* name = nullptr;  // owned, so that no other object can get its address
+  PyObject* name = nullptr;  // owned, so that its address is not reused
   uint64_t version = 0;      // of `__dict__`
   size_t num_tables = 0;
   std::array<PyObject*, 3> tables{};
   std::array<uint64_t, 3> table_versions{};
   PyObject* value = nullptr;
 
-  // Returns the cache entry for the attribute. Other attributes may share the entry.
+  // Returns the cache entry for the attribute. Several attributes may use the same entry.
   static Finding& of(const PyObject* dict, const PyObject* name) {
     static std::array<Finding, 256> table;  // guarded by the GIL
     const uintptr_t both = reinterpret_cast<uintptr_t>(dict) ^ reinterpret_cast<uintptr_t>(name)
@@ -83,8 +83,8 @@ struct Finding {
   }
 };
 
-// Returns an attribute, borrowed; null, with no exception set, if it is in neither the dict nor the
-// tables.
+// Returns an attribute as a borrowed reference. If the attribute is in neither the dict nor the
+// tables, returns null with no exception set.
 PyObject* find_attribute(PyObject* dict, PyObject* name) {
   Finding& finding = Finding::of(dict, name);
   if (finding.holds(dict, name)) {
@@ -109,11 +109,11 @@ PyObject* find_attribute(PyObject* dict, PyObject* name) {
   return now.value;
 }
 
-// The tp_getattro slot of module classes.
+// The function in the tp_getattro slot of module classes.
 PyObject* get_attribute(PyObject* self, PyObject* name) {
   const Original& original = Original::get();
   PyObject* of_class = _PyType_Lookup(Py_TYPE(self), name);
-  // A method of the class: the common case, in which the generic lookup can't fail, so that
+  // The common case: the attribute is a method of the class. The generic lookup can't fail, so
   // `__getattr__` is not needed.
   if (of_class != nullptr &&
       PyType_HasFeature(Py_TYPE(of_class), Py_TPFLAGS_METHOD_DESCRIPTOR) != 0) {
@@ -131,7 +131,7 @@ PyObject* get_attribute(PyObject* self, PyObject* name) {
   return found != nullptr ? found : original.get_attribute(self, name);
 }
 
-// Whether the key is the number in decimal: "0", "1", ...
+// Whether the key is the decimal text of the number: "0", "1", ...
 bool is_text_of(PyObject* key, size_t number) {
   if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) return false;
   const auto* text = reinterpret_cast<const char*>(PyUnicode_1BYTE_DATA(key));
@@ -143,13 +143,14 @@ bool is_text_of(PyObject* key, size_t number) {
   return i == 0;
 }
 
-// Returns a module from a ModuleList's dict, whose keys are "0", "1", ..., mostly in that order.
-// Borrowed; null, with no exception set, if there is no module with that index.
+// Returns the module with this index from a ModuleList's dict, as a borrowed reference. The keys of
+// the dict are "0", "1", ..., mostly in this order. If there is no module with this index, returns
+// null with no exception set.
 PyObject* numbered_item(PyObject* modules, PyObject* index) {
   if (modules == nullptr || !PyDict_CheckExact(modules)) return nullptr;
   PyObject *key = nullptr, *found = nullptr;
   Py_ssize_t place = PyLong_AsSsize_t(index);
-  if (place == -1) PyErr_Clear();  // too large, or it is -1
+  if (place == -1) PyErr_Clear();  // the index is too large, or is -1
   if (place < 0) return nullptr;
   const auto number = static_cast<size_t>(place);
   if (PyDict_Next(modules, &place, &key, &found) != 0 && is_text_of(key, number)) return found;
@@ -158,7 +159,7 @@ PyObject* numbered_item(PyObject* modules, PyObject* index) {
   return text ? item(modules, text.ptr()) : nullptr;
 }
 
-// The mp_subscript slot of ModuleList.
+// The function in the mp_subscript slot of ModuleList.
 PyObject* get_item(PyObject* self, PyObject* index) {
   const Original& original = Original::get();
   if (Py_TYPE(self) == original.module_list && PyLong_CheckExact(index) &&
@@ -179,7 +180,8 @@ class Class {
  public:
   explicit Class(const py::handle& type) : weak_(type) {}
 
-  // Returns the class, borrowed; null once the class is freed. Valid until the GIL is released.
+  // Returns the class as a borrowed reference, which is valid until the GIL is released. Returns
+  // null if the class has been freed.
   PyTypeObject* get() const {
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject* type = nullptr;
@@ -192,7 +194,7 @@ class Class {
     return reinterpret_cast<PyTypeObject*>(type);
   }
 
-  // Whether the class looks up attributes as nn.Module does.
+  // Whether the class looks up attributes in the same way as nn.Module.
   bool is_ordinary(PyTypeObject* type) {
     if (type->tp_version_tag != version_ || version_ == 0) {
       const Original& original = Original::get();
@@ -207,12 +209,13 @@ class Class {
  private:
   py::weakref weak_;
   bool ordinary_ = false;
-  unsigned version_ = 0;  // of the class when ordinary_ was set; 0: not set yet
+  unsigned version_ = 0;  // version of the class when ordinary_ was set; 0: not set yet
 };
 
 // The classes outside torch that are derived from nn.Module. The list is rebuilt only when the
-// number of direct subclasses of nn.Module and of these classes has changed. A search of all
-// subclasses, some hundred, at each block would cost more than a small block gains.
+// number of direct subclasses of nn.Module and of the listed classes has changed. nn.Module has
+// some hundred subclasses. A search of all subclasses at each block takes more time than a small
+// block saves.
 class Classes {
  public:
   template <class F>

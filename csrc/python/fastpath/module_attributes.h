@@ -1,18 +1,19 @@
-// A fast path for reading a module's submodules and parameters. nn.Module keeps them in dicts of
-// its own. So a lookup of `self.linear` first fails with an AttributeError, which formats a
-// message. Then nn.Module.__getattr__ finds the attribute in Python code. Such a lookup takes 0.6
-// microseconds, as much as capturing an op. While a block is open, module classes have a
-// tp_getattro slot of this library, and nn.ModuleList an mp_subscript slot, which look into these
-// dicts. All other cases take the ordinary path.
+// A fast path for reading a module's submodules and parameters. nn.Module stores submodules and
+// parameters in separate dicts. So a lookup of `self.linear` first fails with an AttributeError,
+// and its message is formatted. Then nn.Module.__getattr__ finds the attribute by Python code.
+// Together this takes 0.6 microseconds, the time of capturing an op. While a block is open, this
+// library replaces the tp_getattro slot of module classes and the mp_subscript slot of
+// nn.ModuleList. The replacements look into the dicts directly. All other lookups are passed to the
+// original slots.
 #pragma once
 
 #include "autobatch/common/switches.h"
 
 namespace autobatch {
 
-// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. They cover
-// classes outside torch that use nn.Module's `__getattr__`. A class that is created while a block
-// is open is covered from the next block on.
+// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. They change
+// the classes outside torch that use nn.Module's `__getattr__`. If a class is created while a block
+// is open, it is changed when the next block opens.
 extern Switch module_attributes_switch;
 
 void install_module_attributes();

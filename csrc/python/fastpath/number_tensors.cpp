@@ -35,7 +35,8 @@ struct Number {
   c10::ScalarType dtype = c10::kFloat;
 };
 
-// Returns the number, with PyTorch's default dtype for its type; nothing for other objects.
+// Returns the number with PyTorch's default dtype for its Python type. Returns nothing if the
+// object is not a number.
 std::optional<Number> number_of(PyObject* object) {
   if (PyFloat_CheckExact(object) != 0) {
     return Number{PyFloat_AS_DOUBLE(object), c10::get_default_dtype_as_scalartype()};
@@ -48,8 +49,8 @@ std::optional<Number> number_of(PyObject* object) {
   return Number{integer, c10::kLong};
 }
 
-// Reads one option, `dtype` or `device`. False for any other option, for a device other than the
-// CPU, and for a dtype that is neither the number's own nor float32 or float64.
+// Reads the option `dtype` or `device`. Returns false for other options and for devices other than
+// the CPU. The dtype must be the dtype of the number, float32 or float64; otherwise returns false.
 bool read_option(std::string_view name, PyObject* value, Number& number) {
   if (value == Py_None) return name == "dtype" || name == "device";
   if (name == "device") {
@@ -62,7 +63,7 @@ bool read_option(std::string_view name, PyObject* value, Number& number) {
   const c10::ScalarType dtype = reinterpret_cast<THPDtype*>(value)->scalar_type;
   const bool is_float = dtype == c10::kFloat || dtype == c10::kDouble;
   if (!is_float && (dtype != number.dtype || number.value.isFloatingPoint())) return false;
-  if (is_float) number.value = number.value.toDouble();  // as PyTorch does, which rounds twice
+  if (is_float) number.value = number.value.toDouble();  // rounds twice, like PyTorch
   number.dtype = dtype;
   return true;
 }
@@ -89,8 +90,8 @@ std::optional<Number> read(PyObject* const* values, size_t count, PyObject* name
   return number;
 }
 
-// Creates an ordinary tensor and returns a captured copy of it. Copies of different numbers run as
-// one batch, and each copy can be written to.
+// Creates an ordinary tensor, and returns a captured copy of this tensor. Copies of different
+// numbers run as one batch, and the user can write to each copy.
 PyObject* captured_number(const Number& number) {
   number_tensors_switch.add_uses(1);
   at::Tensor tensor;
@@ -108,7 +109,7 @@ PyObject* captured_number(const Number& number) {
   return THPVariable_Wrap(at::clone(tensor));
 }
 
-// One of PyTorch's functions, and its original vectorcall.
+// A function of PyTorch and its original vectorcall.
 struct Patched {
   PyCFunctionObject* function = nullptr;  // never released
   vectorcallfunc original = nullptr;

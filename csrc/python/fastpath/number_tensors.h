@@ -1,15 +1,15 @@
-// Captures `torch.tensor(1.0)` and `torch.as_tensor(1.0)`. Libraries create tensors from Python
-// numbers so that one code path serves numbers and tensors (torch.distributions does so with each
-// parameter). While a block is open the result is pending, so that ops on it are captured too. Its
-// value is known (known_values.h): reading it flushes nothing. Tensors from lists and arrays are
-// created at once, as without a block.
+// Captures `torch.tensor(1.0)` and `torch.as_tensor(1.0)`. Libraries convert Python numbers to
+// tensors, so that the same code handles numbers and tensors (torch.distributions converts each
+// parameter). While a block is open, the result of the conversion is pending, so that ops that read
+// it are captured too. The value of the result is known (known_values.h), so a read of the value
+// starts no flush. Tensors from lists and arrays are created at once, as without a block.
 #pragma once
 
 #include "autobatch/common/switches.h"
 
 namespace autobatch {
 
-// Both functions need the GIL; patches.h says when they are called.
+// Both functions need the GIL. patches.h describes when they are called.
 extern Switch number_tensors_switch;
 
 void install_number_tensors();

@@ -93,8 +93,8 @@ PyMethodDef* legacy_new_method() {
 
 PyCFunction original_legacy_new = nullptr;
 
-// PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives them from the
-// dispatch keys. So an empty tensor with the same options replaces a pending `self`.
+// PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives both from the
+// dispatch keys. So an empty tensor with the same options is passed instead of a pending `self`.
 PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS
   const auto original =
@@ -167,7 +167,7 @@ void remove_increment_version() {
 
 // --- Tensor.is_leaf and Tensor.grad_fn ---
 
-// PyTorch's getters need the grad_fn, which exists only once the tensor has been computed.
+// PyTorch's getters need the grad_fn, and a tensor has no grad_fn before it is computed.
 class HistoryRead {
  public:
   explicit HistoryRead(const char* name) : name_(name) {}
@@ -192,8 +192,8 @@ class HistoryRead {
 
 HistoryRead leaf_read("is_leaf"), node_read("grad_fn");
 
-// Returns the pending tensor of this thread's scope behind `self`; null if there is none, or if
-// PyTorch's getter has to run.
+// Returns the pending tensor that `self` contains, if it belongs to this thread's scope. Returns
+// null if there is no such tensor, or if PyTorch's getter must run.
 const PendingTensor* plainly_pending(PyObject* self) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return nullptr;
   const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
@@ -209,7 +209,7 @@ PyObject* is_leaf(PyObject* self, void* closure) {
   return leaf_read.original(self, closure);
 }
 
-// nn.Module reads `grad_fn` of each parameter that it registers.
+// This getter is called often: nn.Module reads the `grad_fn` of each parameter that it registers.
 PyObject* grad_fn(PyObject* self, void* closure) {
   const PendingTensor* pending = plainly_pending(self);
   if (pending != nullptr && !is_result(*pending)) Py_RETURN_NONE;
@@ -228,8 +228,8 @@ void remove_history_reads() {
 
 // --- reads of a tensor's memory without an op ---
 
-// Such a read first completes the updates of the memory that captured ops still have to write
-// (running_statistics.h).
+// Before code reads a tensor's memory without an op, all pending updates of this memory by captured
+// ops are completed (running_statistics.h).
 class RawRead {
  public:
   explicit RawRead(const char* name) : name_(name) {}
@@ -273,8 +273,8 @@ PyObject* read_alone(PyObject* self, PyObject* unused) {
   END_HANDLE_TH_ERRORS
 }
 
-// Calls a function that exports the tensor's memory to other code, which may write to it without an
-// op. `unmarked` as in note_given_away().
+// Calls a function that exports the tensor's memory to other code. The other code may write to the
+// memory without an op. `unmarked`: see note_given_away().
 template <class Call>
 PyObject* give_away(PyObject* tensor, bool unmarked, const Call& call) {
   Scope* scope = THPVariable_Check(tensor) ? Scope::current() : nullptr;
@@ -351,15 +351,15 @@ void remove_dlpack() {
   dlpack.remove();
 }
 
-// A change while a block is open.
+// A change that is active while a block is open.
 struct Patch {
   void (*install)();
   void (*remove)();
-  Switch* fast_path = nullptr;  // null: results would be wrong without the change
+  Switch* fast_path = nullptr;  // null: without the change, results are wrong
   bool is_installed = false;
 };
 
-// In the order of installation. Patches are removed in reverse order.
+// Patches are installed in this order, and removed in reverse order.
 Patch patches[] = {
     {install_leaf_modules, remove_leaf_modules, &leaf_modules_switch},
     {install_module_attributes, remove_module_attributes, &module_attributes_switch},

@@ -25,7 +25,7 @@ PendingTensor& pending_of(PyObject* object) {
   return *static_cast<PendingTensor*>(tensor_of(object).unsafeGetTensorImpl());
 }
 
-// Whether the object has the only reference to a pending tensor, and has no hooks.
+// Whether the object has no hooks and holds the only reference to a pending tensor.
 bool is_last_of_pending(const THPVariable& object) {
   const PendingTensor* pending = as_pending(object.cdata.unsafeGetTensorImpl());
   return pending != nullptr && pending->is_pending() && object.cdata.use_count() == 1 &&
@@ -34,21 +34,23 @@ bool is_last_of_pending(const THPVariable& object) {
 
 // --- objects that are kept for reuse, with their tensors ---
 
-// Reuse depends on the words that Python keeps before the start of an object, for its attributes.
-// They differ from version to version, so objects are reused in Python 3.11 only.
+// Python stores data about an object's attributes in memory before the start of the object. Code
+// that reuses an object must know the layout of this memory, which depends on the version of
+// Python. So objects are reused in Python 3.11 only.
 constexpr bool kObjectsWait = PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030C0000;
 constexpr size_t kMostWaiting = 1 << 14;
 
-// The kept objects have refcount 0, and hold no reference to their class. Guarded by the GIL.
+// The objects that wait for reuse. Objects in this list have refcount 0 and hold no reference to
+// their class. Guarded by the GIL.
 struct Waiting {
   PyObject** objects = nullptr;  // array of kMostWaiting, allocated at first use
   size_t count = 0;
 };
 constinit Waiting waiting;
 
-// Keeps an object that Python has destroyed except for its memory. Returns false if the object
-// can't be reused: for example, if the class was given a `__del__`, which Python calls only once
-// for each object.
+// Keeps an object that Python has destroyed but not freed. Returns false if the object can't be
+// reused. For example, it can't be reused if its class has got a `__del__`, because Python calls
+// `__del__` only once for each object.
 bool keep(PyObject* self) {
   if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 || waiting.count >= kMostWaiting ||
       !Py_IS_TYPE(self, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
@@ -61,7 +63,7 @@ bool keep(PyObject* self) {
 }
 
 // Clears the pointers to the object's dict and inline values. `subtype_dealloc` has freed both, but
-// leaves the pointers in place.
+// has not cleared the pointers.
 void forget_attributes(PyObject* self) {
   if ((Py_TYPE(self)->tp_flags & Py_TPFLAGS_MANAGED_DICT) == 0) return;
   auto* before = reinterpret_cast<PyObject**>(self);
@@ -82,13 +84,14 @@ PyObject* use_again(Graph& graph, ValueId id) {
 // --- destruction ---
 
 void free_object(PyObject* self) {
-  // From here on, code that holds a weak reference to the tensor must not find the object.
+  // After this call, code that holds a weak reference to the tensor can no longer find the object.
   tensor_of(self).unsafeGetTensorImpl()->pyobj_slot()->clear();
   std::destroy_at(&tensor_of(self));
   Py_TYPE(self)->tp_free(self);
 }
 
-// The tp_dealloc slot. For pending tensors it does the same as PyTorch's, but keeps the GIL.
+// The function in the tp_dealloc slot. For pending tensors it has the same effect as PyTorch's
+// function, but does not release the GIL.
 void drop(PyObject* self) {
   auto& object = *reinterpret_cast<THPVariable*>(self);
   if (!is_last_of_pending(object)) return original(self);

@@ -1,5 +1,6 @@
 // Process-wide state of PyTorch and Python packages, such as a stack of contexts. Each instance of
-// a map gets a state of its own: hooks save and restore it when fibers are switched.
+// a map gets a separate copy of this state. When fibers are switched, hooks save the state of one
+// instance and restore the state of the next.
 #pragma once
 
 #include <Python.h>
@@ -9,7 +10,7 @@
 
 namespace autobatch {
 
-// An owned reference to a Python object; may be null.
+// An owned reference to a Python object, or null.
 class Ref {
  public:
   Ref() = default;
@@ -32,22 +33,22 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
-// The process-wide state of one map. The hooks that were registered when the map began save and
-// restore the state. All members need the GIL.
+// The process-wide state of one map. The state is saved and restored by the hooks that were
+// registered when the map began. All members need the GIL.
 class FiberState {
  public:
-  // Saves the current state, in which each instance starts.
+  // Saves the current state. Each instance starts with this state.
   FiberState();
   ~FiberState();
   FiberState(const FiberState&) = delete;
   FiberState& operator=(const FiberState&) = delete;
 
   using Saved = std::vector<Ref>;
-  // Returns the state of the running instance, and restores the map's own.
+  // Returns the state of the running instance, and restores the state of the map.
   Saved leave();
   // Restores the state of an instance.
   void enter(const Saved& saved);
-  // Restores the map's own state.
+  // Restores the state of the map.
   void reset();
 
  private:

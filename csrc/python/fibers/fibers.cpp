@@ -30,10 +30,11 @@ class MapPool final : public GreenletPool {
     if (!results_) throw python_error();
   }
 
-  // Computes everything that is pending if the map has opened the scope, and otherwise the values
-  // that deferred checks wait for. The instance that an error belongs to is known only here.
+  // If the map has opened the scope, computes all pending tensors. If the map has joined an open
+  // scope, computes only the values that deferred checks need. Errors must be raised here, because
+  // later code cannot find the instance that caused an error.
   void compute_all(PyObject* tensors_in);
-  // Returns the list of results; null, with the exception set, if an instance failed.
+  // Returns the list of results. If an instance failed, returns null with the exception set.
   PyObject* finish();
 
  protected:
@@ -82,7 +83,7 @@ void MapPool::note_end(Fiber& fiber, Ref result) {
 
 void MapPool::note_failed_end(Fiber& fiber) {
   if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
-    PyErr_WriteUnraisable(function_);  // raised in a `finally` while the fiber was ended
+    PyErr_WriteUnraisable(function_);  // a `finally` raised it while the fiber was ended
   } else {
     note_error(fiber.index(), fetch_error());
   }
@@ -97,7 +98,8 @@ void MapPool::note_error(size_t index, python_error error) {
   PyErr_NormalizeException(&error.type, &error.value, &error.traceback);
   if (error.traceback != nullptr) PyException_SetTraceback(error.value, error.traceback);
   if (PyErr_GivenExceptionMatches(error.type, PyExc_Exception) == 0) {
-    // KeyboardInterrupt and the like end all instances, and take precedence over other errors.
+    // KeyboardInterrupt and similar exceptions end all instances, and take precedence over other
+    // errors.
     stop_at(0);
     failed_ = 0;
     failure_.emplace(std::move(error));
@@ -132,8 +134,9 @@ void MapPool::serve_host(at::ArrayRef<Fiber*> waiting) {
   }
 }
 
-// Records the error of the instance's first failed check; false if there is none. The instance
-// passed the check before it ended, so this error replaces its result or error.
+// If a check of the instance has failed, records the error of the first failed check; otherwise
+// returns false. In eager a failed check ends the instance. So the error replaces the result or the
+// later error of the instance.
 bool MapPool::note_failed_check(size_t index, uint64_t fiber) {
   const std::exception_ptr failed = scope().failed_check(fiber);
   if (!failed) return false;
@@ -164,7 +167,7 @@ void MapPool::compute_all(PyObject* tensors_in) {
 }
 
 // Flushes the scope. If the flush fails, records the error for the instances whose results contain
-// lost tensors. Returns the error if there is no such instance; else null.
+// lost tensors. Returns the error if no result contains lost tensors, and null otherwise.
 std::exception_ptr MapPool::flush_all(PyObject* tensors_in) {
   std::exception_ptr failure;
   try {
@@ -200,12 +203,13 @@ PyObject* MapPool::finish() {
 
 // --- functions for Python ---
 
-// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared):
-// returns the list of function(x) for each x of the iterator. It calls
-//   serve(payloads), when all fibers wait and none waits for a value: with the arguments of the
-//     fibers' calls of wait_in_fiber. It returns a sequence with one outcome for each payload;
-//   tensors_in(result), which returns the list of the tensors in a result;
-//   note_shared(error), with the error of an instance, to add a note to it.
+// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared)
+// returns the list of function(x) for each x of the iterator. It calls these functions:
+//   serve(payloads) is called when all fibers wait and none waits for a value. The payloads are the
+//     arguments of the fibers' calls of wait_in_fiber. serve() returns a sequence with one outcome
+//     for each payload.
+//   tensors_in(result) returns the list of the tensors in a result.
+//   note_shared(error) adds a note to the error of an instance.
 PyObject* run_fibers(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *function, *iterator, *serve, *tensors_in, *note_shared;
@@ -218,8 +222,8 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   Scope* scope = Scope::current();
   TORCH_CHECK(scope != nullptr, "run_fibers: no batch() is open on this thread");
   const Scope::LossesKept losses(*scope);
-  // On the heap: if this function runs in a greenlet, other code may use its part of the stack
-  // while the greenlet is suspended.
+  // The pool is on the heap. If this function runs in a greenlet, other code may use this part of
+  // the stack while the greenlet is suspended.
   const auto pool = std::make_unique<MapPool>(*scope, static_cast<size_t>(max_live), function,
                                               iterator, return_exceptions != 0, serve, note_shared);
   pool->run();
@@ -228,15 +232,15 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// wait_in_fiber(payload): suspends the fiber until `serve` has been called with the payload, and
-// returns the outcome. In a fiber of a Server: suspends it until `wake`, and returns None. Returns
-// NotImplemented if the running code can't be suspended.
+// wait_in_fiber(payload) suspends the fiber until `serve` has been called with the payload, and
+// returns the outcome. A fiber of a Server is suspended until `wake` is called, and the result is
+// None. If the running code can't be suspended, the result is NotImplemented.
 PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   HANDLE_TH_ERRORS
   auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
   if (fiber == nullptr) Py_RETURN_NOTIMPLEMENTED;
-  // Settles the fiber's deferred checks first: a check that failed later could not undo what the
-  // host starts for the waiting fibers.
+  // Before the fiber waits, its deferred checks are verified. The host may start work for the
+  // waiting fibers, and a check that fails later could not undo this work.
   Scope& scope = *Scope::current();
   if (scope.checks().any_waiting(fiber->number())) scope.settle_checks("checks before backward()");
   fiber->payload = Ref::borrow(payload);
@@ -249,7 +253,7 @@ PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   END_HANDLE_TH_ERRORS
 }
 
-// compute(tensors, reason): computes the pending tensors of a list, all in one flush.
+// compute(tensors, reason) computes the pending tensors of a list in one flush.
 PyObject* compute(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject* list;
@@ -267,8 +271,7 @@ PyObject* compute(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// register_fiber_state(save, restore, stack=None): registers hooks for the FiberState of later
-// maps.
+// register_fiber_state(save, restore, stack=None) registers hooks for the FiberState of later maps.
 PyObject* register_fiber_state(PyObject*, PyObject* args) {
   PyObject *save, *restore, *stack = nullptr;
   if (PyArg_ParseTuple(args, "OO|O!", &save, &restore, &PyList_Type, &stack) == 0) return nullptr;

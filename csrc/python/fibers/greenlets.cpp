@@ -53,17 +53,17 @@ GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref
 Fiber::Left GreenletFiber::leave() {
   const Gil gil;
   const Greenlets& api = Greenlets::api();
-  // The running greenlet may be one that the instance's code has created, possibly one that is
-  // being destroyed. Its stack does not end at stack_top_.
+  // The instance's code may itself have created the running greenlet, and the greenlet may be in
+  // destruction. The stack of such a greenlet does not end at stack_top_.
   if (!runs()) return Left::kNot;
   if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
   const auto* next = static_cast<const GreenletFiber*>(next_served());
-  // When control returns to the hub, the flag tells why: a fiber was suspended (true), or the
-  // function of a fiber has ended (false). The latter is assumed for `next` until it is suspended.
+  // When control returns to the hub, the flag is true if a fiber was suspended, and false if the
+  // function of a fiber has ended. For `next`, the flag remains false until `next` is suspended.
   pool_.was_suspended_ = next == nullptr;
-  // A borrowed reference, so that the greenlet is freed with its fiber, and not where this fiber
-  // resumes. A running greenlet holds a reference to itself, and `target` is not used after the
-  // switch.
+  // The reference is borrowed, so that the greenlet is freed together with its fiber, and not when
+  // this fiber resumes. This is safe: a running greenlet holds a reference to itself, and `target`
+  // is not used after the switch.
   PyObject* target = next == nullptr ? pool_.hub_.get() : next->greenlet_.get();
   pool_.state_.leave().swap(state_);
   Ref back(api.go(target, nullptr, nullptr));
@@ -86,8 +86,8 @@ std::unique_ptr<GreenletFiber> GreenletPool::make_fiber(size_t index, PyObject* 
                                                         PyObject* argument) {
   Ref greenlet(Greenlets::api().make(function, hub_.get()));
   Ref args(PyTuple_Pack(1, argument));
-  // A greenlet starts with an empty context. It gets a copy of the current one, in which the body
-  // of a loop would run.
+  // A new greenlet has an empty context. The greenlet gets a copy of the current context, because
+  // the body of a loop runs in the current context.
   const Ref context(PyContext_CopyCurrent());
   if (!greenlet || !args || !context ||
       PyObject_SetAttrString(greenlet.get(), "gr_context", context.get()) != 0) {

@@ -1,4 +1,4 @@
-// Fibers as Python greenlets: the common part of ab.map and ab.Engine.
+// Implements fibers by Python greenlets, for ab.map and ab.Engine.
 #pragma once
 
 #include "autobatch/fibers/fibers.h"
@@ -11,8 +11,9 @@
 
 namespace autobatch {
 
-// greenlet's C API, read from the table in its capsule. The order of the table, which greenlet.h
-// defines, is stable, so the build needs neither the header nor greenlet.
+// The C API of greenlet. Its functions are read from the table in greenlet's capsule. greenlet.h
+// defines the order of the table, and the order is stable. So the build needs neither greenlet.h
+// nor greenlet.
 struct Greenlets {
   PyObject* exit;  // GreenletExit
   PyObject* (*make)(PyObject* run, PyObject* parent);
@@ -23,8 +24,8 @@ struct Greenlets {
   static const Greenlets& api();
 };
 
-// Holds the GIL, which torch's bindings release before they run an op. The thread must have a
-// Python thread state.
+// Takes the GIL and holds it until destruction. (torch's bindings release the GIL before they run
+// an op.) The thread must have a Python thread state.
 class Gil {
  public:
   Gil();
@@ -51,15 +52,15 @@ class GreenletFiber final : public Fiber {
   [[noreturn]] void raise_end() override { throw std::move(*end_); }
   bool runs() const { return Ref(Greenlets::api().current()).get() == greenlet_.get(); }
 
-  Ref payload;  // argument of wait_in_fiber, for the host to serve
-  Ref outcome;  // the host's answer
+  Ref payload;  // the argument of wait_in_fiber, which the host reads
+  Ref outcome;  // the result that the host returns
 
  private:
   friend class GreenletPool;
   GreenletPool& pool_;
   Ref greenlet_;
   Ref args_;                         // kept, so that the arguments are freed with the fiber
-  FiberState::Saved state_;          // while the fiber is suspended
+  FiberState::Saved state_;          // its state while it is suspended
   const void* stack_top_ = nullptr;  // the upper end of its stack; null until it is started
   std::optional<python_error> end_;  // the exception that ends the fiber
 };
@@ -74,11 +75,11 @@ class GreenletPool : public FiberPool {
   std::unique_ptr<GreenletFiber> make_fiber(size_t index, PyObject* function, PyObject* argument);
   bool enter(Fiber& fiber) override;
   bool end(Fiber& fiber) override;
-  // Called when a fiber has ended. `result` is what its function returned; null, with the exception
-  // set, if it raised.
+  // Called when a fiber has ended. `result` is the value that the fiber's function has returned. If
+  // the function raised an exception, `result` is null and the exception is set.
   virtual void note_end(Fiber& fiber, Ref result) = 0;
-  // Called, with the exception set, if a fiber raised an exception other than GreenletExit while
-  // end() ended it.
+  // Called if a fiber raised an exception other than GreenletExit while end() ended the fiber. The
+  // exception is set.
   virtual void note_failed_end(Fiber& fiber) = 0;
 
  private:

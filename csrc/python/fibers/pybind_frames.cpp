@@ -18,19 +18,19 @@ namespace {
 
 #if defined(__GLIBCXX__) && defined(__LP64__)
 
-// pybind11's record of a call, which is on the stack, contains a std::unordered_set that is nearly
-// always empty. No other object is likely to have the words of an empty set: the address of its
-// word 6 (counted from 0), 1, 0, 0, 1.0f, ...
+// During a call, pybind11 has a record of the call on the stack. The record contains a
+// std::unordered_set that is nearly always empty. The words of an empty set are the address of its
+// word 6 (counted from 0), 1, 0, 0, 1.0f, ... No other object is likely to have the same words.
 constexpr uint32_t kLoadFactor = 0x3f800000;
 
 __attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(
     const uintptr_t* low, const uintptr_t* high) {
-  uint32_t ones = 0;  // no branch, so that the compiler generates few instructions
+  uint32_t ones = 0;  // the loop has no branch, so it needs few instructions
   for (; low < high; ++low) ones |= static_cast<uint32_t>(*low) == kLoadFactor ? 1 : 0;
   return ones != 0;
 }
 
-// Returns the first such set; null if there is none.
+// Returns the first words that look like an empty set; null if there are none.
 __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_t* low,
                                                                   const uintptr_t* high) {
   for (; low + 7 <= high; ++low) {
@@ -40,9 +40,9 @@ __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_
   return nullptr;
 }
 
-// Returns the base address of the library that contains the function; null if it is unknown.
-// Cached, because dladdr() walks the library's symbol table, and the same few functions are looked
-// up repeatedly. Needs the GIL. Libraries are assumed not to be unloaded.
+// Returns the base address of the library that contains the function; null if it is unknown. The
+// address is cached, because dladdr() searches the library's symbol table, and the same few
+// functions are looked up repeatedly. Needs the GIL. Libraries must not be unloaded.
 const void* library_of(const void* function) {
   constexpr size_t kMost = 1 << 12;
   static auto* known = new std::unordered_map<const void*, const void*>();
@@ -54,8 +54,8 @@ const void* library_of(const void* function) {
   return library;
 }
 
-// Returns the address of the C function behind a function of a Python module; null if there is
-// none.
+// Returns the address of the C function that implements a function of a Python module. Returns null
+// if the function is not implemented in C.
 const void* function_of(const char* module_name, const char* name) {
   PyObject* module = PyImport_ImportModule(module_name);
   PyObject* f = module == nullptr ? nullptr : PyObject_GetAttrString(module, name);
@@ -77,28 +77,28 @@ const void* greenlet_library() {
 // Finds the function whose frame contains an address of the stack.
 struct Owner {
   uintptr_t address;
-  void* function = nullptr;  // of the frame visited last
+  void* function = nullptr;  // function of the frame visited last
 
   static _Unwind_Reason_Code visit(_Unwind_Context* context, void* data) {
     auto& owner = *static_cast<Owner*>(data);
-    // The frame visited before ends where this one begins, and so contains the address.
+    // The previously visited frame ends at the start of this frame, so it contains the address.
     if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
     owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
-    // The greenlet's stack ends here. The memory further up may belong to another stack by now.
+    // The greenlet's stack ends at this frame. The memory above may now belong to another stack.
     const void* library = library_of(owner.function);
     return library != nullptr && library == greenlet_library() ? _URC_END_OF_STACK : _URC_NO_REASON;
   }
 };
 
-// Returns pybind11's dispatcher in torch: the C function behind all of torch's pybind11 functions.
+// Returns pybind11's dispatcher in torch. This C function implements all of torch's pybind11
+// functions.
 const void* torch_dispatcher() {
   static const void* found = function_of("torch._C", "_jit_get_operation");
   return found;
 }
 
-// Whether a frame of the function may contain a record of pybind11. If not, the words that look
-// like a record are left over from an earlier call, in a part of the frame that has not been
-// written to.
+// Whether a frame of the function may contain a record of pybind11. If it cannot, the words that
+// look like a record were written by an earlier call, and the frame has not overwritten them.
 bool may_hold_record(const void* function) {
   static const void* const python = library_of(reinterpret_cast<const void*>(&PyList_New));
   static const void* const core = library_of(reinterpret_cast<const void*>(&current_site));

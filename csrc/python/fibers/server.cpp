@@ -1,4 +1,5 @@
-// The fibers of ab.Engine. Python starts and ends them one by one, and runs the slices.
+// The fibers of ab.Engine. The Python code of ab.Engine starts and ends the fibers one by one, and
+// runs the slices.
 #include "python/fibers/fibers.h"
 #include "python/fibers/greenlets.h"
 
@@ -10,8 +11,8 @@
 namespace autobatch {
 namespace {
 
-// Runs the fibers of a Server. Their functions handle their results and errors themselves; an error
-// that escapes is reported as unraisable.
+// Runs the fibers of a Server. The function of a fiber must handle its result and its errors. An
+// error that the function raises is reported as unraisable.
 class RequestPool final : public GreenletPool {
  public:
   explicit RequestPool(Scope& scope) : GreenletPool(scope, 0) {}
@@ -38,9 +39,9 @@ struct Server {
 
 RequestPool& pool_of(PyObject* self) { return *reinterpret_cast<Server*>(self)->pool; }
 
-// Translates C++ exceptions to Python's. HANDLE_TH_ERRORS can't be used for functions that run
-// fibers, because it puts a warning handler on the stack. A fiber that was started under the
-// handler would return to the handler after this call has ended.
+// Translates C++ exceptions to Python's. Functions that run fibers can't use HANDLE_TH_ERRORS,
+// because it puts a warning handler on the stack. A fiber that starts under this handler may return
+// to it when the handler no longer exists.
 template <class Function>
 PyObject* guarded(const Function& function) {
   try {

@@ -1,4 +1,4 @@
-// A query of the current device that the callers of the CUDA kernels share.
+// A check of the current device, for all callers of the CUDA kernels.
 #pragma once
 
 namespace autobatch::cuda {

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A program as a parameter of the kernel. Most programs have up to 38 steps. A launch copies the
-// whole parameter.
+// The parameter of the kernel: a program with at most kSteps steps. Most programs have at most 38
+// steps. A launch copies the whole parameter, used or unused.
 template <int kSteps>
 struct KernelParameter {
   KernelTask task;
@@ -63,8 +63,8 @@ __device__ void store(double* to, double value) { put(to, value); }
 __device__ void store(__half* to, float value) { put(to, __float2half(value)); }
 __device__ void store(__nv_bfloat16* to, float value) { put(to, __float2bfloat16(value)); }
 
-// The functions of elementwise_ops.inc for one number, in addition to the functions of std. They
-// are ATen's (aten/src/ATen/native/cuda).
+// Functions for one number that elementwise_ops.inc uses and std does not have. Their formulas are
+// ATen's (aten/src/ATen/native/cuda).
 template <class C>
 __device__ C relu(C a) {
   return a != a ? a : ::max(a, C(0));
@@ -114,8 +114,8 @@ __device__ V apply(ElementwiseCode code, V number, V scale, V a, V b) {
   return a;
 }
 
-// Returns the address of the block's first row: row `first` of the batch, or the start of a
-// temporary, which has rows for this block only.
+// Returns the address of the block's first row. This is row `first` of the batch, or the start of a
+// temporary. A temporary has rows for this block only.
 template <class T>
 __device__ T* start_of(const KernelPlace& place, char* scratch, int64_t first) {
   if (place.temporary) return reinterpret_cast<T*>(scratch + place.address);
@@ -126,9 +126,9 @@ __device__ bool is_same(const KernelPlace& x, const KernelPlace& y) {
   return x.address == y.address && x.temporary == y.temporary;
 }
 
-// Runs one step. A thread computes one element of one run at a time. If all runs of a row are
-// added to one place, as in the gradient of a broadcast operand, a thread handles its element of
-// all runs.
+// Runs one step. A thread computes one element of one run at a time. In the gradient of a broadcast
+// operand, all runs of a row are added to one place. A thread then handles the same element in all
+// runs.
 template <class T>
 __device__ void run_step(const KernelStep& step, char* scratch, int64_t first, int rows) {
   using C = typename Computed<T>::Type;

@@ -1,5 +1,6 @@
-// An elementwise program (elementwise_program.h) as its CUDA kernel gets it: the steps are
-// parameters of one launch. Like region_layout.h, this file includes no torch and no CUDA header.
+// An elementwise program (elementwise_program.h) in the form that the CUDA kernel takes. The steps
+// are parameters of one launch. Like region_layout.h, this file includes no header of torch or
+// CUDA.
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
@@ -11,8 +12,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace autobatch::cuda {
 
-// The place of an operand or a result. `row`, `mid`: elements from one row, or one run of a row, to
-// the next.
+// The place of an operand or a result. `row`: elements from one row to the next. `mid`: elements
+// from one run of a row to the next.
 struct KernelPlace {
   uint64_t address;  // of the first row; of a temporary: byte offset in a block's scratch memory
   int32_t row, mid;
@@ -37,13 +38,14 @@ struct KernelTask {
   Element element;
 };
 
-// Maximum size of temporaries in shared memory. All devices have this much.
+// Maximum size of temporaries in shared memory. All devices have this much shared memory.
 inline constexpr int64_t kMostSharedBytes = 48 << 10;
 // Maximum number of steps in a launch. A program with more steps takes several launches, and its
 // temporaries are in `scratch`.
 inline constexpr int64_t kMostKernelSteps = 312;
 
-// Returns CUDA's error code: 0 if the launches succeeded. Does not wait for the device.
+// Launches the kernel and returns CUDA's error code, which is 0 if the launches succeeded. Does not
+// wait for the device.
 int launch_elementwise(const KernelTask& task, const KernelStep* steps, int64_t num_steps,
                        CUstream_st* stream);
 

@@ -7,8 +7,9 @@
 namespace autobatch::cuda {
 namespace {
 
-// Elements that a step has for each block, if there are enough rows to keep a large GPU busy
-// (kManyBlocks). With fewer rows each block has one row, to keep the time of a block short.
+// Number of elements that a block computes in each step, if there are enough rows to keep a large
+// GPU busy (kManyBlocks). With fewer rows, each block has one row, so that the blocks finish
+// sooner.
 constexpr int64_t kElementsOfBlock = 1024;
 constexpr int64_t kManyBlocks = 264;  // two for each multiprocessor of an H100
 
@@ -45,7 +46,7 @@ ElementwisePlan plan_elementwise(const ElementwiseProgram& program) {
   out.task.element = *element_of(program.dtype);
   out.task.rows = program.rows;
   out.task.rows_per_block = static_cast<int32_t>(rows);
-  // The size is rounded up, so that the part of each block is as aligned as the whole memory.
+  // The size is rounded up, so that the memory of each block is aligned to 16 bytes.
   const int64_t bytes = (program.temporary * rows * element + 15) / 16 * 16;
   TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise program needs ", bytes,
               " bytes a row for what only it reads");

@@ -16,7 +16,7 @@ namespace {
 #endif
 
 constexpr int kThreads = 256;
-// Maximum number of blocks. With more units, each thread handles several of them.
+// Maximum number of blocks. If there are more units than threads, a thread handles several units.
 constexpr int64_t kMostBlocks = int64_t{1} << 16;
 
 int blocks_for(int64_t units) {
@@ -34,8 +34,8 @@ struct Whole {
   alignas(16) char bytes[kBytes];
   __device__ Table table() const { return layout.at(bytes); }
 };
-// All devices have room for 4 KB of parameters. The devices that these kernels support have
-// room for 32,764 bytes, from CUDA 12.1 on. A launch copies the whole parameter, used or not.
+// All devices accept 4 KB of parameters. From CUDA 12.1 on, the devices that these kernels support
+// accept 32,764 bytes. A launch copies the whole parameter, used or unused.
 using SmallTable = Whole<4000 - sizeof(Layout)>;
 using LargeTable = Whole<kMostParameterBytes>;
 

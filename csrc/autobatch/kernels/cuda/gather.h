@@ -1,6 +1,6 @@
-// The CUDA kernels. Each call is one launch, whatever the number of regions and of their buffers.
-// Neither this file nor gather.cu includes a torch header, so that any nvcc compiles them
-// (`make cuda-check`).
+// The CUDA kernels for regions and rows. Each call is one launch, for any number of regions and
+// buffers. This file and gather.cu include no torch header, so that any nvcc compiles them (`make
+// cuda-check`).
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
@@ -14,9 +14,9 @@ namespace autobatch::cuda {
 // architectures, from compute capability 7.0 on.
 bool has_kernels();
 
-// Up to this many bytes a table is passed as a parameter of the kernel. On an H100 a parameter of
-// 4 KB costs nothing, and one of 32 KB costs 2 to 8 us. A copy from pinned memory and its event
-// cost 3 to 5 us, in addition to two allocations.
+// A table of at most this many bytes is passed as a parameter of the kernel. On an H100, a
+// parameter of 4 KB costs nothing, and a parameter of 32 KB costs 2 to 8 us. A copy from pinned
+// memory and its event cost 3 to 5 us, and the copy also needs two allocations.
 inline constexpr int64_t kMostParameterBytes = 32'000;
 
 struct SentTable {
@@ -33,13 +33,14 @@ struct SentRows {
   int64_t num_bytes() const { return layout.num_entries * static_cast<int64_t>(sizeof(RowEntry)); }
 };
 
-// All functions return CUDA's error code: 0 if the launch succeeded. None waits for the device.
+// All functions return CUDA's error code, which is 0 if the launch succeeded. No function waits for
+// the device.
 
 // Copies the regions into `packed`, or back. `unit`: bytes of one unit, a power of two up to 16.
 int gather(const SentTable& table, int unit, void* packed, CUstream_st* stream);
 int unpack(const SentTable& table, int unit, const void* packed, CUstream_st* stream);
 
-// Adds to each region its part of `values`, by atomic additions. Where regions coincide or overlap,
+// Adds to each region its part of `values`, by atomic additions. If regions coincide or overlap,
 // the order of the additions is undefined. A unit is `width` elements.
 int scatter_add(const SentTable& table, Element element, int width, const void* values,
                 CUstream_st* stream);
@@ -49,7 +50,7 @@ int scatter_add(const SentTable& table, Element element, int width, const void* 
 int scatter_add_in_order(const SentTable& table, Element element, int width, const void* values,
                          CUstream_st* stream);
 
-// Writes the row of each lookup to `out`: kNoRow for an index out of range.
+// Writes the row of each lookup to `out`. For an index out of range, writes kNoRow.
 int find_rows(const SentRows& rows, int64_t* out, CUstream_st* stream);
 
 }  // namespace autobatch::cuda

@@ -1,6 +1,7 @@
-// A list of regions as the CUDA kernels read it: a table. A small table is a parameter of the
-// kernel, a larger one is sent to the device in one copy. This file includes no torch and no CUDA
-// header, so that the index computations of the kernels are tested on any machine.
+// A table of regions, in the form that the CUDA kernels read. The regions are copied to or from the
+// packed side, which is one contiguous tensor. A small table is a parameter of the kernel. A larger
+// table is sent to the device in one copy. This file includes no header of torch or CUDA, so that
+// the index computations of the kernels are tested on any machine.
 #pragma once
 
 #include "autobatch/kernels/cuda/device_code.h"
@@ -13,8 +14,8 @@ enum class Element : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
 
 inline constexpr int kMostDims = 6;
 
-// An outer loop over contiguous runs. Lengths, here and below, count units. A unit is 16 bytes if
-// all regions of a table are aligned to 16 bytes, else fewer bytes.
+// The shape of a region: an outer loop over contiguous runs. All lengths in this file count units.
+// A unit has 16 bytes if all regions of the table are aligned to 16 bytes, else fewer bytes.
 struct Shape {
   int64_t run;  // units in one run
   int32_t dims;
@@ -30,7 +31,8 @@ struct Entry {
   int64_t first;
 };
 
-// The table as a kernel sees it. Regions are in the order of the packed side, without gaps.
+// The table in the form that a kernel reads. Regions are in the order of the packed side, without
+// gaps.
 struct Table {
   const Entry* entries;
   const Shape* shapes;
@@ -40,7 +42,8 @@ struct Table {
   int64_t total;    // units of all regions
 };
 
-// The sizes of a table. Its bytes are the entries, then the shapes, then the contributions.
+// The sizes of a table. The bytes of a table contain first the entries, then the shapes, then the
+// contributions.
 struct Layout {
   int64_t num_entries, num_shapes, num_contributions;
   int64_t uniform, total;  // as in a Table

@@ -13,8 +13,8 @@ class Planner {
  public:
   explicit Planner(const void* packed) { bits_ |= reinterpret_cast<uintptr_t>(packed); }
 
-  // Returns the number of the geometry's shape, which is in bytes; negative if the geometry has too
-  // many dimensions.
+  // Returns the index of the geometry's shape, whose lengths are in bytes. The index is negative if
+  // the geometry has too many dimensions.
   int32_t shape_of(const Geometry& geometry, int64_t item) {
     const auto [known, is_new] = numbers_.try_emplace(&geometry, -1);
     if (!is_new) return known->second;
@@ -50,8 +50,8 @@ class Planner {
   std::vector<Entry>& entries() { return plan_.entries; }
   std::vector<int64_t>& contributions() { return plan_.contributions; }
 
-  // Converts all lengths to units. A unit is 16 bytes or `smallest` (a power of two), or with `any`
-  // a power of two in between.
+  // Converts all lengths to units. A unit has 16 bytes or `smallest` bytes (a power of two). If
+  // `any` is true, a unit may also have a power of two in between.
   Plan finish(int64_t smallest, bool any) {
     int64_t unit = 16;
     while (unit > smallest && (bits_ & static_cast<uint64_t>(unit - 1)) != 0) unit /= 2;
@@ -146,7 +146,7 @@ std::optional<Plan> plan_sums(const Regions& regions, size_t item, bool is_compl
     });
   }
   Planner planner(values);
-  const char* end = nullptr;  // of all regions so far
+  const char* end = nullptr;  // of the regions so far
   for (size_t i = 0; i < all.size(); ++i) {
     const Contribution& c = all[i];
     planner.note_start(c.start);

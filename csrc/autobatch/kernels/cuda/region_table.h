@@ -33,9 +33,9 @@ std::optional<Plan> plan_copy(const Regions& regions, size_t item, const void* p
 enum class Order : uint8_t { kAny, kOfValues };
 
 // Plans additions of `values`, whose elements have `item` bytes, to the regions. Regions without a
-// buffer are skipped. A unit is 16 bytes or one element. Complex numbers are two elements of half
-// the size. Returns nullopt if a region has too many dimensions, and for Order::kOfValues also if a
-// region overlaps itself or two regions overlap without being the same.
+// buffer are skipped. A unit is 16 bytes or one element. A complex number counts as two elements of
+// half the size. Returns nullopt if a region has too many dimensions. For Order::kOfValues, also
+// returns nullopt if a region overlaps itself, or if two different regions overlap.
 std::optional<Plan> plan_sums(const Regions& regions, size_t item, bool is_complex,
                               const void* values, Order order);
 

@@ -15,7 +15,7 @@ struct RowPlan {
   std::vector<RowEntry> entries;
 };
 
-// Nothing if the lookups have more dimensions or lists than the kernel supports.
+// Returns nullopt if the lookups have more dimensions or lists than the kernel supports.
 AUTOBATCH_INTERNAL std::optional<RowPlan> plan_rows(const RowQuery& query);
 
 }  // namespace autobatch::cuda

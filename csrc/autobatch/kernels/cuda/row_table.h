@@ -1,5 +1,5 @@
-// Lookups of rows (row_lookups.h) as their CUDA kernel reads them: a table with an entry for each
-// member. Like region_layout.h, this file includes no torch and no CUDA header.
+// Lookups of rows (row_lookups.h) in the form that the CUDA kernel reads. The table has one entry
+// for each member. Like region_layout.h, this file includes no header of torch or CUDA.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@ namespace autobatch::cuda {
 
 inline constexpr int kMostLookupDims = 3;
 inline constexpr int kMostLists = 2;
-// The row of an index that is out of range: a row that no tensor has, so that the kernel which
+// The row number for an index that is out of range. No tensor has this row, so the kernel that
 // reads the row fails.
 inline constexpr int64_t kNoRow = int64_t{1} << 40;
 
@@ -20,12 +20,12 @@ struct RowEntry {
   };
   int64_t start;  // lookups of the members before this one
   int64_t first;
-  // Of the last dimensions; the sizes in front of them are 1.
+  // Sizes and steps of the last dimensions. All dimensions before them have size 1.
   int64_t sizes[kMostLookupDims], steps[kMostLookupDims];
   List lists[kMostLists];
 };
 
-// What all entries have in common.
+// The data that all entries have in common.
 struct RowLayout {
   int64_t num_entries;
   int64_t total;  // lookups of all entries
