@@ -148,7 +148,7 @@ at::Tensor Recompute::held(ValueId id) {
   at::Tensor& alias = cuts_[id];
   if (alias.defined()) return alias;
   const Value& value = record_.tape.values[id];
-  const at::Tensor copy = value.geometry->overlapping ? blank_apart(id) : blank(value);
+  const at::Tensor copy = value.geometry->overlapping ? blank_without_overlap(id) : blank(value);
   {
     const at::NoGradGuard no_grad;
     copy.copy_(computed(id));
@@ -164,7 +164,7 @@ at::Tensor Recompute::held(ValueId id) {
 
 // Returns zeros for a value with overlapping elements. The elements of the returned tensor do not
 // overlap.
-at::Tensor Recompute::blank_apart(ValueId id) {
+at::Tensor Recompute::blank_without_overlap(ValueId id) {
   const ElementMap map = record_.element_map(id, id);
   const Value& value = record_.tape.values[id];
   const int64_t length = record_.tape.values[map.of].geometry->numel;

@@ -48,7 +48,7 @@ class Recompute {
   at::Tensor graph_input(uint32_t index);
   at::Tensor held(ValueId id);
   at::Tensor result(ValueId id);
-  at::Tensor blank_apart(ValueId id);
+  at::Tensor blank_without_overlap(ValueId id);
   // Returns the value that forward computed; zeros of the same geometry if it was freed.
   at::Tensor computed(ValueId id) const;
   // The operands of a node. Saved operands may get other content after the node has run, so that

@@ -137,10 +137,9 @@ class Call {
     switch (action) {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
-      case Action::kDecompose:
-        return recorded || info_.always_defer ? Action::kDecompose : Action::kAtOnce;
       case Action::kView:
-        return recorded ? Action::kView : Action::kAtOnce;
+      case Action::kDecompose:
+        return recorded || info_.always_defer ? action : Action::kAtOnce;
       default:
         return Action::kAtOnce;
     }

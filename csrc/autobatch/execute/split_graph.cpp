@@ -343,7 +343,7 @@ class Splitter {
       value.index = tape_.values[value.base].index;
       value.next_view = std::exchange(tape_.values[value.base].next_view, id);
     }
-    for (ValueId id : moved_) keep_aparts(id);
+    for (ValueId id : moved_) keep_element_maps(id);
     for (const auto& [base, list] : uses) {
       tape_.values[base].uses = kNone;
       for (uint32_t use : list) hang_on(use);
@@ -380,7 +380,7 @@ class Splitter {
 
   // Drops the entries of Tape::element_maps that refer to values that were not moved. A new graph
   // input has no entries.
-  void keep_aparts(ValueId id) {
+  void keep_element_maps(ValueId id) {
     const auto known = tape_.element_maps.find(id);
     if (known == tape_.element_maps.end()) return;
     ElementMaps kept;

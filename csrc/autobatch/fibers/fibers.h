@@ -110,7 +110,7 @@ class Fiber {
   // Returns a number that no other fiber of the thread has. The number is never 0.
   uint64_t number() const { return number_; }
   void note_check() { has_checks_ = true; }
-  // From now on this fiber is not suspended until it ends, so that no other fiber runs in between.
+  // Makes `suspendable` return null from now on: no other fiber runs until this fiber ends.
   void keep_turn() { keeps_turn_ = true; }
 
  protected:

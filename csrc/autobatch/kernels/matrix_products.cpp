@@ -31,7 +31,20 @@ bool is_for_kernel(const MatrixProduct& product) {
   return product.left.columns <= kMostTerms && multiply_adds(product) < kLarge;
 }
 
-void run_by_library(const MatrixProduct& product, c10::ScalarType dtype) {
+void run_in_order(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype) {
+  while (!products.empty()) {
+    const auto* large = std::find_if_not(products.begin(), products.end(), is_for_kernel);
+    const auto small = static_cast<size_t>(large - products.begin());
+    if (small > 0) cpu_kernels()->matrix_products(products.slice(0, small), dtype);
+    if (small == products.size()) return;
+    multiply_by_library(*large, dtype);
+    products = products.slice(small + 1);
+  }
+}
+
+}  // namespace
+
+void multiply_by_library(const MatrixProduct& product, c10::ScalarType dtype) {
   const auto view = [&](const MatrixPlace& place) {
     return at::from_blob(place.data, {place.rows, place.columns}, {place.row, place.column}, dtype);
   };
@@ -39,19 +52,6 @@ void run_by_library(const MatrixProduct& product, c10::ScalarType dtype) {
   product.adds ? out.addmm_(view(product.left), view(product.right))
                : at::mm_out(out, view(product.left), view(product.right));
 }
-
-void run_in_order(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype) {
-  while (!products.empty()) {
-    const auto* large = std::find_if_not(products.begin(), products.end(), is_for_kernel);
-    const auto small = static_cast<size_t>(large - products.begin());
-    if (small > 0) cpu_kernels()->matrix_products(products.slice(0, small), dtype);
-    if (small == products.size()) return;
-    run_by_library(*large, dtype);
-    products = products.slice(small + 1);
-  }
-}
-
-}  // namespace
 
 void run_matrix_products(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype,
                          bool disjoint) {

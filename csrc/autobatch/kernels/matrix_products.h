@@ -36,6 +36,9 @@ struct MatrixProduct {
 void run_matrix_products(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype,
                          bool disjoint);
 
+// Runs one product by at::mm. Makes tensors for the matrices.
+void multiply_by_library(const MatrixProduct& product, c10::ScalarType dtype);
+
 // Runs these products in order, on one thread (cpu_dispatch.h).
 using ProductKernel = void (*)(c10::ArrayRef<MatrixProduct>, c10::ScalarType);
 

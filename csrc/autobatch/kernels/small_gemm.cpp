@@ -366,13 +366,14 @@ class SmallProductRun {
 
  private:
   static void run_by_library(const MultiplyBlock& block) {
-    const auto view = [](const float* data, int64_t rows, int64_t columns, int64_t step) {
-      return at::from_blob(const_cast<float*>(data), {rows, columns}, {step, 1}, at::kFloat);
+    const auto place = [](const float* data, int64_t rows, int64_t columns, int64_t step) {
+      return MatrixPlace{const_cast<float*>(data), rows, columns, step, 1};
     };
-    Tensor out = view(block.out, block.rows, block.columns, block.out_step);
-    const Tensor x = view(block.x, block.rows, block.depth, block.x_step);
-    const Tensor matrix = view(block.matrix, block.depth, block.columns, block.matrix_step);
-    block.adds ? out.addmm_(x, matrix) : at::mm_out(out, x, matrix);
+    multiply_by_library(
+        {place(block.out, block.rows, block.columns, block.out_step),
+         place(block.x, block.rows, block.depth, block.x_step),
+         place(block.matrix, block.depth, block.columns, block.matrix_step), block.adds},
+        at::kFloat);
   }
 
   bool has_kernel_ = has_kernel(), is_admitted_ = false;

@@ -111,6 +111,10 @@ bool capture_operands(NodeBuilder& builder) {
   return true;
 }
 
+bool mask_requires_grad(const NodeBuilder& builder) {
+  return builder.is_tensor(kMask) && builder.operand_value(kMask).requires_grad;
+}
+
 // --- the fused kernel, where eager chooses it ---
 
 // Operands are [N, heads, T, width]. The hidden result is the logsumexp of each row of scores,
@@ -124,6 +128,7 @@ class FusedAttentionRule final : public Rule {
     for (size_t i = kDropout; i <= kGrouped; ++i) {
       if (!builder.constant(i)) return false;
     }
+    if (mask_requires_grad(builder)) return false;  // the kernel computes no gradient of the mask
     if (builder.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(builder)) return false;
     const Value& q = builder.operand_value(kQuery);
     // The layout of eager's kernel: dense, with the dimensions in the memory order of the query.
@@ -161,11 +166,9 @@ class FusedAttentionRule final : public Rule {
       const Tensor sums = results_of(batch, 1, members).flatten(0, 1).transpose(1, 2);
       const auto [gq, gk, gv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
           g, call.query, call.key, call.value, out, sums, 0, call.causal, call.mask, call.scale);
-      const auto n = static_cast<int64_t>(members.size());
       const Tensor gradients[] = {gq, gk, gv};
       for (size_t slot = 0; slot <= kValue; ++slot) {
-        if (!batch.needs(slot)) continue;
-        add_gradients(batch, slot, members, gradients[slot].unflatten(0, {n, -1}));
+        if (batch.needs(slot)) add_gradients(batch, slot, members, gradients[slot]);
       }
     }
   }
@@ -220,10 +223,8 @@ class PlainAttentionRule final : public Rule {
     const Value& q = builder.operand_value(kQuery);
     const double p = builder.argument(kDropout).toDouble();
     const auto scale = scale_of(builder.argument(kScale));
-    if (builder.is_tensor(kMask) && builder.operand_value(kMask).requires_grad &&
-        builder.operand_value(kMask).geometry->overlapping) {
+    if (mask_requires_grad(builder) && builder.operand_value(kMask).geometry->overlapping)
       return false;
-    }
     // For other dtypes, eager computes in a different dtype.
     if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
@@ -262,7 +263,7 @@ class PlainAttentionRule final : public Rule {
       const Tensor mask = drops(batch) ? result(batch, members, 2) : Tensor();
       if (batch.needs(kValue)) {
         const Tensor kept = mask.defined() ? weights * mask : weights;
-        add(batch, kValue, members, at::bmm(kept.mT(), g));
+        add_gradients(batch, kValue, members, at::bmm(kept.mT(), g));
       }
       const bool adds_to_mask = batch.given(kMask) && batch.needs(kMask);
       if (!batch.needs(kQuery) && !batch.needs(kKey) && !adds_to_mask) continue;
@@ -276,10 +277,10 @@ class PlainAttentionRule final : public Rule {
       if (adds_to_mask) add_mask_gradient(batch, members, gs);
       gs.mul_(scale_of(batch));
       if (batch.needs(kQuery)) {
-        add(batch, kQuery, members, at::bmm(gs, operand(batch, members, kKey)));
+        add_gradients(batch, kQuery, members, at::bmm(gs, operand(batch, members, kKey)));
       }
       if (batch.needs(kKey)) {
-        add(batch, kKey, members, at::bmm(gs.mT(), operand(batch, members, kQuery)));
+        add_gradients(batch, kKey, members, at::bmm(gs.mT(), operand(batch, members, kQuery)));
       }
     }
   }
@@ -337,20 +338,11 @@ class PlainAttentionRule final : public Rule {
     const auto n = static_cast<int64_t>(members.size());
     const auto& scores = batch.result_value(members.front(), 1).geometry->sizes;
     const auto& mask = batch.operand_value(members.front(), kMask).geometry->sizes;
-    at::DimVector all{n}, broadcast{n}, own{n};
+    at::DimVector all{n}, broadcast{n};
     all.append(scores.begin(), scores.end());
     broadcast.append(scores.size() - mask.size(), 1);
     broadcast.append(mask.begin(), mask.end());
-    own.append(mask.begin(), mask.end());
-    add_gradients(batch, kMask, members, at::sum_to(gradient.view(all), broadcast).view(own));
-  }
-
-  static void add(BackwardBatch& batch, size_t slot, const Members& members,
-                  const Tensor& gradient) {
-    at::DimVector sizes{static_cast<int64_t>(members.size())};
-    const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
-    sizes.append(each.begin(), each.end());
-    add_gradients(batch, slot, members, gradient.view(sizes));
+    add_gradients(batch, kMask, members, at::sum_to(gradient.view(all), broadcast));
   }
 };
 

@@ -362,14 +362,8 @@ class ProductRule final : public Rule {
       const Tensor x = left(stacked_of(batch, 0, members));
       const Tensor y = right(stacked_of(batch, 1, members));
       const Tensor g = gradients_of(batch, 0, members).reshape({x.size(0), x.size(1), y.size(2)});
-      const auto add = [&](size_t slot, const Tensor& gradient) {
-        at::DimVector sizes{static_cast<int64_t>(members.size())};
-        const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
-        sizes.append(each.begin(), each.end());
-        add_gradients(batch, slot, members, gradient.view(sizes));
-      };
-      if (batch.needs(0)) add(0, at::bmm(g, y.mT()));
-      if (batch.needs(1)) add(1, at::bmm(x.mT(), g));
+      if (batch.needs(0)) add_gradients(batch, 0, members, at::bmm(g, y.mT()));
+      if (batch.needs(1)) add_gradients(batch, 1, members, at::bmm(x.mT(), g));
     }
   }
 

@@ -111,8 +111,12 @@ void put_results(const Batch& batch, uint32_t k, const Members& members, const T
 
 void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
                    const Tensor& gradient) {
-  const at::DimVector order = memory_order(gradient.strides().slice(1));
-  const Tensor values = gradient.permute(order).contiguous();
+  at::DimVector sizes{static_cast<int64_t>(members.size())};
+  const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
+  sizes.append(each.begin(), each.end());
+  const Tensor rows = gradient.reshape(sizes);
+  const at::DimVector order = memory_order(rows.strides().slice(1));
+  const Tensor values = rows.permute(order).contiguous();
   GeometryTable geometries;
   const Geometry* piece = geometries.intern_contiguous(values.sizes().slice(1));
   Regions from, to;

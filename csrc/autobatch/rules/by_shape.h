@@ -27,8 +27,8 @@ at::Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members
 // dimensions merged, in any memory layout. The results must have no gaps in memory.
 void put_results(const Batch& batch, uint32_t k, const Members& members, const at::Tensor& values);
 
-// Adds row i of `gradient`, [n, *sizes] in any memory layout, to the gradient of member i's
-// operand.
+// Adds row i of `gradient` to the gradient of member i's operand. `gradient` is [n, *sizes], in any
+// memory layout, or has another shape with the same elements in the same order.
 void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
                    const at::Tensor& gradient);
 

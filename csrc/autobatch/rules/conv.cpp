@@ -212,11 +212,7 @@ class ConvolutionRule final : public Rule {
       for (const Members& members : groups_of(batch)) {
         const Tensor g = merged(gradients_of(batch, 0, members)).contiguous();
         const Tensor gx = differentiate(g, input(batch, members), window.padding);
-        if (!wanted[0]) continue;
-        at::DimVector sizes{static_cast<int64_t>(members.size())};
-        const auto& each = batch.operand_value(members.front(), kInput).geometry->sizes;
-        sizes.append(each.begin(), each.end());
-        add_gradients(batch, kInput, members, gx.reshape(sizes));
+        if (wanted[0]) add_gradients(batch, kInput, members, gx);
       }
       return;
     }

@@ -151,10 +151,7 @@ class PoolRule final : public Rule {
           gx = at::_adaptive_avg_pool2d_backward(g, x);
           break;
       }
-      at::DimVector sizes{static_cast<int64_t>(members.size())};
-      const auto& each = batch.operand_value(members.front(), 0).geometry->sizes;
-      sizes.append(each.begin(), each.end());
-      add_gradients(batch, 0, members, gx.reshape(sizes));
+      add_gradients(batch, 0, members, gx);
     }
   }
 

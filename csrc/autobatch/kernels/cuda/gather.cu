@@ -283,6 +283,25 @@ int launch_rows(const SentRows& rows, int64_t* out, cudaStream_t stream) {
   return launch(find_rows_kernel<Source>, rows.layout.total, stream, source, rows.layout, out);
 }
 
+// Calls `launch` with a value of the type that has `unit` bytes. Returns its error code.
+template <class Launch>
+int with_unit(int unit, const Launch& launch) {
+  switch (unit) {
+    case 16:
+      return launch(uint4{});
+    case 8:
+      return launch(uint2{});
+    case 4:
+      return launch(uint32_t{});
+    case 2:
+      return launch(uint16_t{});
+    case 1:
+      return launch(uint8_t{});
+    default:
+      return static_cast<int>(cudaErrorInvalidValue);
+  }
+}
+
 }  // namespace
 
 bool has_kernels() {
@@ -295,38 +314,12 @@ bool has_kernels() {
 
 int gather(const SentTable& table, int unit, void* packed, CUstream_st* stream) {
   if (table.layout.total == 0) return 0;
-  switch (unit) {
-    case 16:
-      return launch_gather<uint4>(table, packed, stream);
-    case 8:
-      return launch_gather<uint2>(table, packed, stream);
-    case 4:
-      return launch_gather<uint32_t>(table, packed, stream);
-    case 2:
-      return launch_gather<uint16_t>(table, packed, stream);
-    case 1:
-      return launch_gather<uint8_t>(table, packed, stream);
-    default:
-      return static_cast<int>(cudaErrorInvalidValue);
-  }
+  return with_unit(unit, [&](auto u) { return launch_gather<decltype(u)>(table, packed, stream); });
 }
 
 int unpack(const SentTable& table, int unit, const void* packed, CUstream_st* stream) {
   if (table.layout.total == 0) return 0;
-  switch (unit) {
-    case 16:
-      return launch_unpack<uint4>(table, packed, stream);
-    case 8:
-      return launch_unpack<uint2>(table, packed, stream);
-    case 4:
-      return launch_unpack<uint32_t>(table, packed, stream);
-    case 2:
-      return launch_unpack<uint16_t>(table, packed, stream);
-    case 1:
-      return launch_unpack<uint8_t>(table, packed, stream);
-    default:
-      return static_cast<int>(cudaErrorInvalidValue);
-  }
+  return with_unit(unit, [&](auto u) { return launch_unpack<decltype(u)>(table, packed, stream); });
 }
 
 int scatter_add(const SentTable& table, Element element, int width, const void* values,
