@@ -140,6 +140,8 @@ def _device_module() -> types.ModuleType:
         "default_generators": [_C.generator_of(k) for k in range(DEVICES)],
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        # PyTorch 2.11 synchronises only a device whose module it has initialised.
+        "_lazy_init": lambda: None,
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: DEVICES,
         "current_device": accelerator.current_device_index,
