@@ -42,7 +42,7 @@ bool is_library_path(std::string_view path) {
          path.starts_with("<eval_with_key>");  // torch.fx's
 }
 
-// The answer is cached by the file's name: all functions of a file share this object. Needs the
+// Answers are cached by the string object `file`, which all functions of a file share. Needs the
 // GIL.
 bool is_library(PyObject* file, const char* path) {
   constexpr size_t kMost = 1 << 12;

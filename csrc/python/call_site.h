@@ -39,11 +39,11 @@ std::string python_caller();
 // if no user code is running. Needs the GIL.
 std::shared_ptr<BlockHistory> python_block_history();
 
-// Returns a hash of the modules and functions that a block can call if the running user code opens
-// it (torch_autobatch/_identity.py). Returns 0 if no user code is running. Needs the GIL.
+// Returns a hash of the modules and functions that the running user code can call in a block
+// (torch_autobatch/_identity.py). Returns 0 if no user code is running. Needs the GIL.
 uint64_t python_block_identity();
-// Returns the same hash for a function: a hash of the modules and functions that the function can
-// call. Needs the GIL.
+// Like python_block_identity, but returns a hash of the modules and functions that the given
+// function can call. Needs the GIL.
 uint64_t python_identity_of(PyObject* function);
 
 // Whether code belongs to torch, this package or Python's standard library. Needs the GIL.

@@ -237,7 +237,7 @@ std::shared_ptr<void> shared(const py::object& object) {
           }};
 }
 
-// `known` is the Call of _function.py.
+// `known`: the Call object of this call (_function.py).
 PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& known) {
   const std::vector<at::Tensor> tensors = tensors_of(call.arguments);
   c10::DispatchKeySet keys;

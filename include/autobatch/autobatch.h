@@ -1,6 +1,6 @@
-// torch-autobatch for LibTorch programs. The user's code is written for one example. Ops that are
-// called while a scope is open are captured, and then run as a small number of batched calls.
-// Values and gradients are the same as in eager mode.
+// This header is the API of torch-autobatch for LibTorch programs. The user's code is written for
+// one example. Ops that are called while a scope is open are captured, and then run as a small
+// number of batched calls. Values and gradients are the same as in eager mode.
 //
 //   {
 //     autobatch::BatchScope scope;
@@ -28,11 +28,11 @@ namespace autobatch {
 class Scope;
 struct Roots;
 
-// Captures the ops that its thread calls, from construction to close() or destruction. Scopes can
-// be nested: an inner scope joins the outer scope, and its ops run when the outer scope ends.
-// However, backward of the roots of an inner scope runs when the inner scope is closed. A
-// BatchScope must be used only on the thread that created it. A BatchScope must not be static or
-// thread_local, because torch's thread-local state must outlive it.
+// From construction to close() or destruction, a BatchScope captures the ops that its thread calls.
+// Scopes can be nested: an inner scope joins the outer scope, and its ops run when the outer scope
+// ends. Backward of the roots of an inner scope runs when the inner scope is closed. A BatchScope
+// must be used only on the thread that created it. A BatchScope must not be static or thread_local,
+// because torch's thread-local state must outlive it.
 class BatchScope {
  public:
   // Throws std::invalid_argument if `options.policy` is unknown.
@@ -46,7 +46,7 @@ class BatchScope {
 
   // Computes all pending tensors. Throws the first error of a captured op.
   AUTOBATCH_API void flush();
-  // Registers a root for backward. Call this function for each example, instead of
+  // Registers a root for backward. Call BatchScope::backward for each example, instead of
   // `root.backward(gradient)`. close() runs backward of all roots together, in batches. `gradient`
   // must have the shape of `root`; it may be undefined if `root` has one element. Throws c10::Error
   // if `gradient` is not valid, or if the scope is closed.
@@ -65,7 +65,8 @@ class BatchScope {
   bool closed_ = false;
 };
 
-// Whether the value of the tensor is not computed yet. Any read of the value computes the tensor.
+// Whether the value of the tensor is not computed yet. Any read of a pending tensor's value
+// computes the tensor.
 AUTOBATCH_API bool is_pending(const at::Tensor& tensor);
 
 // Frees the cached schedules, and the memory that is cached for buffers of later scopes. Returns

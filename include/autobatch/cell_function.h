@@ -13,13 +13,14 @@
 // Arguments and results may be tensors, numbers, enumerators and strings, alone or in pairs,
 // tuples, arrays, vectors and optionals. Two calls are of the same kind if their tensors have equal
 // shapes, dtypes, strides and requires_grad, and all other arguments are equal. Grad mode and
-// autocast must be equal too.
+// autocast state must also be equal for both calls.
 //
 // The result of the function must depend only on the arguments and on constant state. Constant
 // state consists of tensors and settings that do not change while the scope is open (parameters,
 // the training flag of a module). ScopeOptions::check_cells detects violations of this rule. A cell
 // throws if its function reads the value of a tensor. If the function writes in place, or calls an
-// op that is not captured, the cell runs op by op. In this case the report gives the reason.
+// op that is not captured, the cell runs op by op. If a cell runs op by op, the report gives the
+// reason.
 #pragma once
 
 #include "autobatch/export.h"
@@ -46,8 +47,9 @@ class CellFunction;
 
 namespace cell_detail {
 
-// Flattened values: the tensors in order, and 64-bit words for all other data. The inline capacity
-// is sufficient for most calls, because a model may call its cells thousands of times in each step.
+// Flattened values: the tensors in order, and 64-bit words for all other data. A model may call its
+// cells thousands of times in each step, so the inline capacity is large enough to avoid a heap
+// allocation in most calls.
 struct Parts {
   c10::SmallVector<at::Tensor, 8> tensors;
   c10::SmallVector<uint64_t, 8> words;
@@ -185,7 +187,7 @@ struct Value<std::array<T, kSize>> {
   }
 };
 
-// The part of a cell that does not depend on its types.
+// The part of a cell that does not depend on the types of its arguments and results.
 class Function {
  public:
   AUTOBATCH_API explicit Function(std::string name);
@@ -193,8 +195,8 @@ class Function {
   // Whether a call that starts now on this thread is captured as a whole. Returns false inside
   // another cell.
   AUTOBATCH_API bool is_captured() const;
-  // Sets `results` by the template for this kind of call. If there is no template yet, or if the
-  // function has to run for another reason, calls `run`. `run` must call the function and set
+  // Sets `results` from the template for this kind of call. Calls `run` if there is no template
+  // yet, or if the function has to run for another reason. `run` must call the function and set
   // `results`.
   AUTOBATCH_API void call(const Parts& arguments, c10::function_ref<void()> run,
                           Parts& results) const;

@@ -1,5 +1,5 @@
-// Serves requests that arrive at any time and from any thread. Ops of different requests are
-// batched together (in Python: ab.Engine).
+// Serves requests that arrive at any time and from any thread (in Python: ab.Engine). Ops of
+// different requests are batched together.
 //
 //   autobatch::Engine engine;
 //   auto answer = engine.submit([&] { return model->forward(tree); });  // from any thread
@@ -39,7 +39,7 @@ struct EngineOptions {
   double max_live = 256;
   // Limit on the total cost of the requests in the queue.
   double max_queue = 1024;
-  // If the engine is idle, the time that a first request waits for other requests.
+  // How long a first request waits for other requests if the engine is idle.
   std::chrono::nanoseconds max_delay{0};
   // Target duration of a slice. A single batch may take longer.
   std::chrono::nanoseconds slice_time{1'000'000};
@@ -196,12 +196,12 @@ class Engine {
 
   // Submits a request and returns at once. The engine's thread will call `function()`, the code of
   // the request. submit() can be called from any thread. The function may read tensor values and
-  // call any number of models, but must not wait for any other event. Until the function ends, the
-  // tensors that it uses must not be written to. Tensors in its result, including those in pairs,
-  // tuples, arrays, vectors and optionals, are ordinary tensors with the values of eager mode. If
-  // the function throws an exception, the future gets the exception, and other requests are not
-  // affected. submit() throws QueueFull if the queue is full, and std::runtime_error after
-  // shutdown().
+  // call any number of models. The function must not wait for anything else, such as a lock. Until
+  // the function ends, no code may write to the tensors that the function uses. Tensors in the
+  // function's result, including those in pairs, tuples, arrays, vectors and optionals, are
+  // ordinary tensors with the values of eager mode. If the function throws an exception, the future
+  // gets the exception, and other requests are not affected. submit() throws QueueFull if the queue
+  // is full, and std::runtime_error after shutdown().
   template <class F>
   auto submit(F&& function, const RequestOptions& options = {}) {
     using Function = std::decay_t<F>;

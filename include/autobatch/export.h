@@ -9,7 +9,7 @@
 
 // Marks symbols that the Python module calls. The module is a separate library. So the module and
 // C++ code in the same process can share one libautobatch.so. If the library is built without the
-// module, symbols with this mark are hidden too.
+// module, symbols that are marked AUTOBATCH_INTERNAL are hidden too.
 #if AUTOBATCH_FOR_PYTHON
 #define AUTOBATCH_INTERNAL AUTOBATCH_API
 #else

@@ -1,4 +1,4 @@
-// Runs a function for many instances. The function may read tensor values (in Python: ab.map).
+// Runs a function for many instances (in Python: ab.map). The function may read tensor values.
 #pragma once
 
 #include "autobatch/export.h"
@@ -23,14 +23,14 @@ AUTOBATCH_API bool has_map();
 
 // Calls body(0) ... body(count - 1) on this thread. Each call runs in a separate fiber, which has a
 // separate stack. When a body reads the value of a pending tensor, the body is suspended and the
-// next body runs. When all bodies wait, one flush computes the values that they need. The function
-// opens a scope, or joins the scope that is open. If a body changes thread-local state of PyTorch
-// (grad mode, autocast, ...), other bodies do not observe the change.
+// next body runs. When all bodies wait, one flush computes the values that they need.
+// for_each_instance() opens a scope, or joins the scope that is already open. If a body changes
+// thread-local state of PyTorch (grad mode, autocast, ...), other bodies do not observe the change.
 //
 // If bodies throw, the exception of the body with the lowest index is rethrown. Bodies with lower
-// indices run to their end. Bodies with higher indices are ended at the point where they are
-// suspended: an exception that is not derived from std::exception unwinds their stack. Throws
-// c10::Error if !has_map() or if stack_size is below 16 KiB.
+// indices run to their end. Suspended bodies with higher indices are ended by an exception that
+// unwinds their stack. This exception is not derived from std::exception. Throws c10::Error if
+// !has_map() or if stack_size is below 16 KiB.
 AUTOBATCH_API void for_each_instance(size_t count, const std::function<void(size_t)>& body,
                                      const MapOptions& options = {});
 

@@ -16,9 +16,9 @@ struct ScopeOptions {
   bool verify = false;       // also run every op eagerly and compare the values
   bool cells = true;         // capture each cell as a whole; if false, op by op
   bool check_cells = false;  // trace every call of a cell and compare it with the template
-  // If deferring ops does not save time at a line, stop capturing for a number of calls. In Python,
-  // batch() enables this option by default. In C++, calls are not counted, so capture resumes only
-  // when a map begins.
+  // If deferring the ops of a line of user code does not save time, capture stops for a number of
+  // calls. In Python, batch() enables the option `adaptive` by default. In C++, calls are not
+  // counted, so capture resumes only when a map begins.
   bool adaptive = false;
   // Record the times of batches and the dependencies between nodes, so that the block can be
   // plotted.

@@ -23,7 +23,7 @@ struct SignatureReport {
   std::string shapes;      // operand shapes of the first node
   std::string rule;        // "native", "functorch" or "loop"
   std::string note;        // why no better rule was used; empty if there is no reason
-  std::string site;        // first line of user code with this signature, "model.py:12"
+  std::string site;        // first line of user code that captured the signature, "model.py:12"
   uint64_t instances = 0;  // nodes that ran
   uint64_t batches = 0;
   uint64_t largest = 0;   // nodes in the largest batch
@@ -70,7 +70,7 @@ struct PauseReport {
 };
 
 // The graph of one flush. The graph is stored so that the lower bound can be computed later, when
-// the bound is read. The arrays are the arrays of ScheduleInput.
+// the bound is read. The arrays have the same meaning as in ScheduleInput.
 struct BoundInput {
   std::shared_ptr<const void> memory;  // owns the memory of the three spans
   std::span<const uint32_t> signature;
@@ -83,11 +83,11 @@ class Report {
  public:
   uint64_t ops = 0;    // ops captured as nodes
   uint64_t views = 0;  // views, captured as offsets and strides without a node
-  uint64_t nodes = 0;  // nodes that ran; a node with unreachable results does not
+  uint64_t nodes = 0;  // nodes that ran; nodes with unreachable results do not run
   uint64_t batches = 0;
   uint64_t launches = 0;  // sum of SignatureReport::launches
-  // Number of times that result metadata was inferred. To infer it, the op runs on dummy data, or
-  // its Meta kernel runs.
+  // Number of times that result metadata was inferred. Metadata is inferred by running the op on
+  // dummy data, or by running its Meta kernel.
   uint64_t inferred = 0;
   uint64_t num_flushes = 0;
   // Number of rewrites of flush graphs by each pass. The key is the name of the pass, such as
@@ -122,7 +122,8 @@ class Report {
   SignatureReport& add(uint64_t serial, SignatureReport row);
   void add_flush(FlushReport flush);
   // Adds a row for (op, reason). knows_at_once() runs at every read, so it compares `op` and
-  // `reason` by address. For this reason both must outlive the report.
+  // `reason` by address. `op` and `reason` must outlive the report, because the report stores their
+  // addresses.
   void add_at_once(const std::string& op, const char* reason, AtOnceReport row);
   bool knows_at_once(const std::string& op, const char* reason);
   void add_pause(const std::string& site, bool measured = false);

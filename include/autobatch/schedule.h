@@ -22,10 +22,10 @@ struct ScheduleInput {
   std::span<const uint32_t> inputs;       // producer node ids (duplicates allowed)
   uint32_t num_signatures = 0;
   std::span<const uint8_t> batchable;  // [num_signatures]; 0: each node runs alone
-  std::span<const uint8_t> heavy;      // [num_signatures]; 1: like matmul, loses ties
-  // Id of the set of signatures, independent of their numbers. Graphs with the same id most likely
-  // come from the same model. So a choice that is good for one graph is most likely good for the
-  // next graph with the same id. 0: unknown.
+  std::span<const uint8_t> heavy;      // [num_signatures]; 1: expensive (matmul), loses ties
+  // Id of the set of signatures. The id does not depend on the numbering of the signatures. Graphs
+  // with the same id most likely come from the same model. So a choice that is good for one graph
+  // is most likely good for the next graph with the same id. 0: unknown.
   uint64_t family = 0;
 
   uint32_t num_nodes() const { return static_cast<uint32_t>(signature.size()); }
@@ -60,17 +60,17 @@ class AUTOBATCH_API Policy {
 // message contains the given name and all valid names.
 AUTOBATCH_API const Policy& find_policy(std::string_view name);
 
-// Returns the names of all policies; "auto" is the default. The user guide describes them.
+// Returns the names of all policies; "auto" is the default. The user guide describes the policies.
 AUTOBATCH_API std::vector<std::string_view> policy_names();
 
-// Returns a lower bound on the number of batches. The bound counts each node of a signature that
-// cannot be batched. For each other signature, the bound counts the largest number of its nodes on
-// one path.
+// Returns a lower bound on the number of batches. If a signature cannot be batched, the bound
+// counts each of its nodes. If a signature can be batched, the bound counts the largest number of
+// its nodes on one path.
 AUTOBATCH_API uint64_t lower_bound(const ScheduleInput& graph);
 
 // Throws std::logic_error if the graph or its schedule is invalid. The message describes the error.
 // In a valid schedule, each node runs once, after its producers. All nodes of a batch have the same
-// signature. If a signature cannot be batched, its batches have one node.
+// signature. If a signature cannot be batched, each of its batches has one node.
 AUTOBATCH_API void validate(const ScheduleInput& graph, const Schedule& schedule);
 
 }  // namespace autobatch

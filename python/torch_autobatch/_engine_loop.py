@@ -16,6 +16,7 @@ from torch_autobatch._engine_request import Request, RequestQueue, make_real
 from torch_autobatch._engine_stats import Stats
 from torch_autobatch._fiber_state import register_known
 from torch_autobatch._log import logger
+from torch_autobatch._module_attributes import watch_modules
 from torch_autobatch._report import Report
 from torch_autobatch._scope import Granularity, batch
 
@@ -152,7 +153,7 @@ class Loop:
             self._admit()
         self._deliver()
         if self._live:
-            waits = not self._server.step(self.options.slice_time)
+            waits = not self._step()
             self.stats.slices += 1
             self._deliver()
             if waits and self._live:
@@ -195,8 +196,8 @@ class Loop:
         request.started = time.monotonic()
         self._live[request.number] = request
         self._live_cost += request.cost
-        fiber = self._server.start(self._run_request, request)
-        request.fiber = fiber
+        with watch_modules:
+            request.fiber = self._server.start(self._run_request, request)
 
     def _run_request(self, request: Request) -> None:
         """Runs a request. Called in a fiber of its own."""
@@ -225,6 +226,11 @@ class Loop:
             if not channel.put(item):
                 _C.wait_in_fiber(request)  # until the reader has caught up
         return None
+
+    def _step(self) -> bool:
+        """Runs one slice. Returns false if no request waits for values."""
+        with watch_modules:
+            return self._server.step(self.options.slice_time)
 
     # --- the ends of requests ---
 
@@ -308,7 +314,7 @@ class Loop:
         if restart:
             self._restart_live()
         if self._live:
-            self._server.step(self.options.slice_time)
+            self._step()
             self._deliver()
             return False
         self._between.popleft()
@@ -370,7 +376,8 @@ class Loop:
     def wake(self, request: Request) -> None:
         """Wakes a request that waits for its reader. Called through ``post``."""
         if not request.has_ended:
-            self._server.wake(request.fiber)
+            with watch_modules:
+                self._server.wake(request.fiber)
 
     def take_report(self) -> None:
         """Updates ``report`` and the times in ``stats``. Called through ``post``."""

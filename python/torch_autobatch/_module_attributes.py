@@ -1,5 +1,7 @@
 """Attributes of shared modules that an instance of a ``map`` sets, such as ``self.hidden = h``.
 
+A request of an ``Engine`` is an instance too.
+
 Other instances must not run between the assignment and the code that reads the attribute. So an
 instance that sets an attribute keeps its turn: its later reads are computed at once, and it runs to
 its end before another instance runs.
@@ -31,7 +33,7 @@ def _is_state(value: object) -> bool:
 
 
 class _Replacement:
-    """Holds the code that ``nn.Module.__setattr__`` has while maps run.
+    """Holds the code that ``nn.Module.__setattr__`` has while instances run.
 
     Code can be exchanged only for code with as many free variables.
     """
@@ -44,15 +46,15 @@ class _Replacement:
 
 
 class _Watch:
-    """Replaces the code of ``nn.Module.__setattr__`` while a map runs on any thread.
+    """Replaces the code of ``nn.Module.__setattr__`` while instances run on any thread.
 
     The function itself stays. If the class changed, Python would empty its caches for attributes of
-    all modules, which takes 0.4 ms for each map.
+    all modules, which takes 0.4 ms each time.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._maps = 0
+        self._users = 0
         self._function: Any = _Module.__setattr__
         self._code = self._function.__code__
         self._original = types.FunctionType(
@@ -62,21 +64,21 @@ class _Watch:
 
     def __enter__(self) -> None:
         with self._lock:
-            self._maps += 1
+            self._users += 1
             fits = len(self._ours.co_freevars) == len(self._code.co_freevars)
-            if fits and self._maps == 1 and self._function.__code__ is self._code:
+            if fits and self._users == 1 and self._function.__code__ is self._code:
                 self._function.__code__ = self._ours
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._maps -= 1
-            if self._maps == 0 and self._function.__code__ is self._ours:
+            self._users -= 1
+            if self._users == 0 and self._function.__code__ is self._ours:
                 self._function.__code__ = self._code
 
     def set_attribute(self, module: object, name: str, value: object) -> None:
         # A module that an instance creates belongs to the instance.
         if _is_state(value) and sys._getframe(2).f_code.co_name != "__init__":
-            _C.keep_turn()
+            _C.keep_turn(f"{type(module).__name__}.{name}")
         self._original(module, name, value)
 
 

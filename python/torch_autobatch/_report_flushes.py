@@ -116,6 +116,12 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
     for what, remedy, is_here in _PRINTING:  # printing may run ops without a read
         if finds(line, is_here):
             return Cause(what, remedy)
+    if match := re.search(r"because it has set (\S+)\)$", reason):
+        return Cause(
+            f"a read in an instance that has set {match[1]}",
+            "keep the value in a local variable: instances that set no attribute of a module wait "
+            "for each other, and their reads are served together",
+        )
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
             return cause

@@ -12,7 +12,7 @@
 namespace autobatch::cell_detail {
 namespace {
 
-// The words of a call's results (Parts::words). The template owns them.
+// The words of a call's results (Parts::words). The template owns the words.
 using Words = c10::SmallVector<uint64_t, 8>;
 
 const Words& words_of(const CellTemplate& made) {

@@ -283,7 +283,7 @@ class EngineLoop {
     std::exchange(request->ended, nullptr)(error);
   }
 
-  // Ends a running or queued request with `Error`. Does nothing if it has ended already.
+  // Ends a running or queued request with `Error`. Does nothing if the request has already ended.
   template <class Error>
   void end(uint64_t number, uint64_t EngineStats::* counter) {
     RequestPtr request;
@@ -359,7 +359,7 @@ class EngineLoop {
   // --- between requests ---
 
   // Runs the next action if no request is running. Returns true if an action still waits until the
-  // running requests end. No request may start then.
+  // running requests end. While an action waits, no request may start.
   bool run_between() {
     std::packaged_task<void()> action;
     {

@@ -65,8 +65,8 @@ std::vector<uint32_t> feeders_of_this_pass(const FlushRecord& record) {
   return count;
 }
 
-// Whether the gradient belongs to a transform that must see each op. Such transforms are vmap
-// (`is_grads_batched`), the other functorch transforms, forward-mode AD and tensor subclasses.
+// Whether the gradient belongs to a transform that handles each op separately. Such transforms are
+// vmap (`is_grads_batched`), the other functorch transforms, forward-mode AD and tensor subclasses.
 bool is_transformed(const at::Tensor& gradient) {
   constexpr c10::DispatchKeySet kTransforms(
       {c10::DispatchKey::Batched, c10::DispatchKey::FuncTorchBatched,
@@ -120,9 +120,8 @@ bool is_shared(const FlushRecord& record, uint32_t graph_input) {
 }
 
 // Passes on the gradients of weights, for all ExitNodes that reach the same weights. An ExitNode
-// then needs only one edge, to the WeightsNode, instead of one edge for each weight. A WeightsNode
-// is created before its ExitNodes, so the engine runs the WeightsNode after all ExitNodes of a
-// pass.
+// needs only one edge to the WeightsNode, instead of one edge to each weight. A WeightsNode is
+// created before its ExitNodes, so the engine runs the WeightsNode after all ExitNodes of a pass.
 class WeightsNode final : public torch::autograd::Node {
  public:
   WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
@@ -156,11 +155,11 @@ class WeightsNode final : public torch::autograd::Node {
 // The node through which gradients leave a level. Held values that reach the same destinations from
 // a level share an ExitNode. The first ExitNode of a level that the engine runs computes the whole
 // level, for all held values that a gradient has reached. Every HeldNode must run before the
-// ExitNode. The nodes are created in an order that leads to this, because the engine prefers nodes
-// that were created later. (The order can fail if the readers of a held value were recorded on
-// another thread or are on another device. Levels then run again for the gradients that arrive
-// late.) An ExitNode has edges only to the destinations of its own held values. So autograd nodes
-// on which only other instances depend do not run.
+// ExitNode. The engine first runs the nodes that were created last, so an ExitNode is created
+// before the HeldNodes. (This can fail if readers of a held value were recorded on another thread
+// or are on another device. Levels then run again for late gradients.) An ExitNode has edges only
+// to the destinations of its own held values. So autograd nodes on which only other instances
+// depend do not run.
 class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)

@@ -38,7 +38,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
     const GraphInput& graph_input = record.tape.graph_inputs[base.index];
     if (!graph_input.counted || graph_input.counter.current_version() == graph_input.version)
       continue;
-    // If the old content is kept, the node can be computed from it, unless eager saves the tensor.
+    // If the old content is kept and eager does not save the tensor, the node can run again.
     if (graph_input.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
     TORCH_CHECK(false,
                 "one of the variables needed for gradient computation has been modified by an "
@@ -63,9 +63,9 @@ void for_each_gradient(const FlushRecord& record, const Level::Part& part, const
   }
 }
 
-// Frees gradient buffers that will not be read again. Must be called after the part has run, also
-// if the part had nothing to run. (A level may run again for gradients that arrive late. The level
-// then correctly starts from zeros.)
+// Frees gradient buffers that will not be read again. Must be called after each part, even if no
+// node of the part had to run. (A level may run again for gradients that arrive late. The second
+// run must start from zeros.)
 void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
   if (task.reopened) return;
   for_each_gradient(record, part, [&](uint32_t grad) {

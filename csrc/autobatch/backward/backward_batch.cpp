@@ -230,7 +230,8 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
       put(consecutive_view(to), gradient.reshape({-1}));
       return;
     }
-    // Pieces with one row each, such as chunks of a wider result, interleave but do not overlap.
+    // If the operands are chunks of a wider result, and each chunk has one row, the chunks
+    // alternate in memory but do not overlap.
     const bool interleaved = g.contiguous && layout.step >= g.numel;
     if (layout.regular && !layout.same && (disjoint || interleaved)) {
       at::DimVector sizes{size()};
@@ -391,7 +392,7 @@ std::vector<int64_t> BackwardBatch::positions() const {
 }
 
 const LocalGraph& BackwardBatch::member_local(int64_t m) {
-  // Members keep the order of the batch. If this view has all members, the search ends immediately.
+  // Members keep the order of the batch. If all members are selected, the search ends immediately.
   const auto first = flush_.order.begin() + record_.first;
   auto at = first + m;
   while (*at != members_[m]) ++at;

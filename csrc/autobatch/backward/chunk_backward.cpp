@@ -14,9 +14,9 @@ namespace {
 // Minimum size of a part (as in chunk_batches.cpp), and maximum number of parts of a batch.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 64;
-// Gradients that arrive more than kLongWait parts before they are read get a separate buffer. In a
-// common buffer, the memory of gradients that arrive later would also be occupied during the whole
-// wait. A part with fewer than kLeastBuffers bytes has only one buffer.
+// Gradients that arrive more than kLongWait parts before they are read get a separate buffer. With
+// a common buffer for all gradients of the part, the whole buffer would be allocated when the first
+// gradient arrives. A part with fewer than kLeastBuffers bytes has only one buffer.
 constexpr uint32_t kLongWait = 64;
 constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // bytes
 
@@ -73,8 +73,8 @@ class PartDivider {
 
   // Whether the part may have separate gradient buffers. Returns false if the backward of some
   // nodes is divided into halves (Level::Half), because their results belong to parts of two
-  // levels. Also returns false on devices where a call is expensive, because the additional calls
-  // would cost more time than separate buffers save.
+  // levels. Also returns false on devices where a call is expensive, because separate buffers need
+  // additional calls.
   bool may_place(const Level::Part& part) const {
     const Node& first = node(part, 0);
     if (first.num_values == 0 || !record_.batches[part.batch].needs_grad) return false;

@@ -31,9 +31,8 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
-// Marks values with overlapping elements (results of `expand`) that are read or held through
-// certain views. These are views for which it is unknown which of the elements they show
-// (Tape::knows_elements).
+// Marks values with overlapping elements (results of `expand`) for which a node reads, or the user
+// holds, a view of unknown elements (Tape::knows_elements).
 std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   const Tape& tape = record.tape;
   std::vector<uint8_t> blurred(tape.values.size(), 0);
@@ -169,8 +168,8 @@ bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
   return node_level(record, node) == 0 && !record.divided(node);
 }
 
-// If the gradient of `id` goes through a held value, `level` sends gradients to that held value. In
-// this case, adds an export.
+// If the gradient of `id` goes through a held value, adds an export from `level` to that held
+// value.
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
   if (cut == kNone) return;

@@ -10,11 +10,11 @@
 
 namespace autobatch {
 
-// The destinations of a held value's gradient at one level: the graph inputs that nodes of the
-// level read, and the held values of lower levels.
+// The destinations of a held value's gradient at one level. A destination is a graph input that a
+// node of the level reads, or a held value of a lower level.
 struct Reach {
   std::vector<uint32_t> graph_inputs;
-  std::vector<uint32_t> exports;  // into FlushRecord::exports
+  std::vector<uint32_t> exports;  // indices into FlushRecord::exports
 };
 
 // Computes the levels and exports of `record`, and the level of each held value.

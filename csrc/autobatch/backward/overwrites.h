@@ -2,8 +2,8 @@
 //
 // Eager's backward reads the tensors that its formulas saved when the op ran. Backward in this
 // library may compute an op again (recompute.h, rule.h). The operands must then have the content
-// that the op read at first. So the content of a graph input is kept (GraphInput::as_read) in these
-// cases:
+// that the op read when it first ran. So the content of a graph input is kept (GraphInput::as_read)
+// in these cases:
 //   - An op that runs in the scope will write to memory that a flush has read.
 //   - A tensor is captured, and another tensor with the same memory has a different version counter
 //     (`x.data`, `set_`). No version counter shows all writes to such memory.
@@ -25,8 +25,8 @@
 
 namespace autobatch {
 
-// The records of one scope that may still be differentiated, indexed by the storages that they
-// read.
+// The records of one scope that may still be used by a backward pass, indexed by the storages that
+// they read.
 class ReadRecords {
  public:
   void add(const std::shared_ptr<FlushRecord>& record);

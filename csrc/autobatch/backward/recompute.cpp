@@ -32,7 +32,8 @@ at::Tensor blank(const Value& value) {
   return at::empty_strided(g.sizes, g.strides, options).zero_();
 }
 
-// The ops that run again were captured before the transform, so the transform must not see them.
+// The ops that run again were captured before the transform, so the transform must not apply to
+// them.
 constexpr c10::DispatchKeySet kTransformModes({c10::DispatchKey::VmapMode,
                                                c10::DispatchKey::FuncTorchVmapMode,
                                                c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
@@ -183,8 +184,8 @@ at::Tensor Recompute::result(ValueId id) {
   return results_.at(id);
 }
 
-// This function and the next ones write to tensors through an alias, so that version counters do
-// not change. The user's own write did not change the version counter either.
+// restore_last and overwrite_saved write to tensors through an alias, so that version counters do
+// not change. The user's own write, which is repeated here, did not change them either.
 void Recompute::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;

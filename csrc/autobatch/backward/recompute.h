@@ -24,9 +24,9 @@ class Recompute {
   Recompute(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
       : record_(record), unseen_(unseen) {}
 
-  // Computes gradients of the graph inputs and of the next held values on the way, from `gradient`,
-  // the gradient of the value `held`. Adds them to the collected gradients. The gradients have an
-  // autograd graph if grad mode is on.
+  // Computes the gradients of graph inputs, and of the held values that cut the graph, given the
+  // gradient of the value `held`. Adds the results to the collected gradients. The gradients have
+  // an autograd graph if grad mode is on.
   void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
 
   // Returns the gradient collected so far for a graph input or a held value, and removes it.
@@ -49,7 +49,7 @@ class Recompute {
   at::Tensor held(ValueId id);
   at::Tensor result(ValueId id);
   at::Tensor blank_without_overlap(ValueId id);
-  // Returns the value that forward computed; zeros of the same geometry if it was freed.
+  // Returns the value that forward computed, or zeros of the same geometry if the value was freed.
   at::Tensor computed(ValueId id) const;
   // The operands of a node. Saved operands may get other content after the node has run, so that
   // eager's formulas read the content that eager would have saved.
@@ -76,8 +76,9 @@ class Recompute {
   std::unordered_map<uint32_t, at::Tensor> graph_input_;
   std::unordered_map<ValueId, at::Tensor> cuts_;
   std::unordered_map<ValueId, at::Tensor> results_;
-  // Graph inputs and held values that were read as constants because no value differentiated so far
-  // depends on them. Another result of the same node may depend on them (forget_constants).
+  // Graph inputs and held values that were read as constants because no value whose gradient was
+  // computed so far depends on them. Another result of the same node may depend on them
+  // (forget_constants).
   std::vector<uint32_t> constant_graph_input_;
   std::vector<ValueId> constant_cuts_;
   std::vector<NodeId> replayed_;

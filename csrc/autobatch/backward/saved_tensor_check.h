@@ -1,7 +1,7 @@
-// Finds the tensors that eager's autograd saves for an op. These are not the tensors that this
-// library keeps. So the op runs in a trial, eagerly and on zeros. The trial increases the version
-// counter of a tensor and then runs backward. If eager has saved the tensor, backward raises an
-// error.
+// Finds the tensors that eager's autograd saves for an op. This library may keep other tensors than
+// eager. To find eager's tensors, the op runs in a trial, eagerly and on zeros. The trial increases
+// the version counter of a tensor and then runs backward. If eager has saved the tensor, backward
+// raises an error.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -17,8 +17,8 @@ class Written {
   explicit Written(const FlushRecord& record);
 
   bool none() const { return bases_.empty() && record_.tape.written_at.empty(); }
-  // Raises eager's error if a value has been overwritten that eager would have saved for this
-  // node's backward.
+  // Raises eager's error if a value that eager would have saved for this node's backward has been
+  // overwritten.
   void check(NodeId node) const;
   // Raises eager's error if computing this node again would read an overwritten operand.
   // Does not check operands that eager's formula does not need. If eager does not save an operand

@@ -50,7 +50,7 @@ struct Box {
 
 // Describes a strided region as a box. Dimensions must be ordered from the largest stride to the
 // smallest. Returns nullopt if a stride does not divide the next larger one, or if the region
-// crosses a row of the box.
+// extends beyond the end of a row of the box.
 std::optional<Box> box_of(const Ints& sizes, const Ints& strides, int64_t offset, int64_t numel) {
   Box box;
   int64_t outer = numel;

@@ -15,15 +15,15 @@
 namespace autobatch {
 namespace {
 
-// A product of fewer than kFewRows rows is copied together with other products of the same weight.
-// So is a product of fewer than kJoinRows rows, if the copy costs less than another pass over the
-// weight's gradient. For the gradient of a vector, which is a sum of rows, a copy is rarely
-// worthwhile.
+// Small products of the same weight are joined: the rows of their factors are copied into one
+// buffer. A product is small if it has fewer than kFewRows rows. A product of fewer than kJoinRows
+// rows is also small if the copy costs less than another pass over the weight's gradient. For the
+// gradient of a vector, which is a sum of rows, a copy is rarely worthwhile.
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
 // With kManyRows rows, the cost of one more pass over the weight's gradient is negligible. With a
-// quarter of kManyRows, the cost is still small. Products with factors of kLargeFactors bytes then
-// run without waiting for more rows.
+// quarter of kManyRows rows, the cost is still small. So products with this many rows run without
+// waiting for more rows if their factors have kLargeFactors bytes.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
 
@@ -48,7 +48,7 @@ bool is_joined(const WeightGradTerm& p) {
   return rows < kFewRows || (rows < kJoinRows && rows * (width + height) < width * height);
 }
 
-// Uses pooled memory: with new memory, page faults took longer than the copy.
+// Uses pooled memory, because page faults of new memory took longer than the copy.
 at::Tensor copied_together(const std::vector<at::Tensor>& parts) {
   int64_t rows = 0;
   for (const at::Tensor& part : parts) rows += part.size(0);

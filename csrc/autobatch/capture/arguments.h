@@ -41,8 +41,9 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
 }
 
 // Whether a tensor argument is a reason to capture a call: the tensor is pending, or autograd would
-// record the call. If is_captured_for_tensors() holds for an op, its calls without such an argument
-// run at once. Most ops on a program's data (masks, distances, positions) take this fast path.
+// record the call. If is_captured_for_tensors() is true for an op, a call runs at once if
+// may_be_captured() is false for all tensor arguments. Most ops on a program's data (masks,
+// distances, positions) run at once.
 inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
   return tensor.defined() &&
          (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.grad_mode()));
@@ -70,7 +71,8 @@ inline bool may_be_captured(const CaptureState& state, const at::ITensorListRef&
 inline bool may_be_captured(const CaptureState& state, const std::optional<at::Tensor>& tensor) {
   return tensor.has_value() && may_be_captured(state, *tensor);
 }
-// The other argument types of the unboxed kernels. A type that is not listed does not compile.
+// The argument types of the unboxed kernels that contain no tensor. A type that is not listed does
+// not compile.
 template <class T>
 concept HoldsNoTensor =
     std::is_arithmetic_v<T> || std::is_same_v<T, std::string_view> ||

@@ -1,7 +1,8 @@
-// Autocast in a scope. Autocast's own kernels run on pending tensors. The casts and ops that these
-// kernels call are captured like any others, so that native rules can batch them. Only casts of
-// ordinary tensors run at once. The results of these casts are cached, so that all instances share
-// one cast of a weight. Autocast's own cache holds only casts of leaves that require grad.
+// Implements autocast in a scope. Autocast's own kernels run on pending tensors. The casts and ops
+// that autocast's kernels call are captured like other ops, so that native rules can batch them.
+// Only casts of ordinary tensors run at once. The results of these casts are cached, so that all
+// instances share one cast of a weight. Autocast's own cache holds only casts of leaves that
+// require grad.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +15,8 @@ namespace autobatch {
 class CastCache {
  public:
   // Returns the cached cast. Returns an undefined tensor if there is no cached cast, or if the
-  // tensor was written to after the cast. Also returns an undefined tensor if the cached cast and a
-  // new cast differ in whether autograd records them.
+  // tensor was written to after the cast. Also returns an undefined tensor if autograd recorded the
+  // cached cast but would not record a new cast, or the reverse.
   at::Tensor find(const at::Tensor& tensor, c10::ScalarType to) const;
   void add(const at::Tensor& tensor, c10::ScalarType to, const at::Tensor& cast);
   void clear() { entries_.clear(); }

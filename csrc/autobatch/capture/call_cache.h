@@ -1,7 +1,7 @@
 // A cache of captured calls. The result of capturing a call depends on the op, the dispatch
 // context, the metadata of the tensors (and the identity of weights), and the other arguments. A
-// CallKey encodes all of these as a sequence of words. If a key is in the cache, the cached call
-// gives the node or the views, and no rule runs again.
+// CallKey encodes everything that the result depends on, as a sequence of words. If a key is in the
+// cache, the cached call gives the node or the views, and no rule runs again.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -21,9 +21,8 @@ namespace autobatch {
 struct CachedCall;
 
 // The words of a CallKey under construction. After a given call, a program usually makes the same
-// next call as last time. The expected next call is named the guess. While the words equal the
-// words of the guess, the words are only compared. No word is stored then, and no look-up is
-// needed.
+// next call as last time. The expected next call is named the guess. Each new word is compared with
+// the guess. Until a word differs from the guess, no word is stored, and no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);
@@ -130,7 +129,7 @@ struct CachedCall {
 
   Signature* signature = nullptr;           // of the node; null: the call gave views
   c10::SmallVector<uint32_t, 4> operands;   // indices into CallKey::tensors(); kNone: not given
-  c10::SmallVector<ResultMeta, 2> results;  // hidden ones last
+  c10::SmallVector<ResultMeta, 2> results;  // hidden results are last
   size_t visible = 0;                       // number of results that are not hidden
   c10::SmallVector<View, 2> views;          // if there is no signature
   bool list = false;                        // the views form one Tensor[]
@@ -139,13 +138,13 @@ struct CachedCall {
 
   std::vector<uint64_t> words;                    // the key
   CachedCall* next = nullptr;                     // next entry with the same hash
-  mutable const CachedCall* next_call = nullptr;  // the call that followed this one last time
+  mutable const CachedCall* next_call = nullptr;  // the expected next call
 };
 
 class CallCache {
  public:
-  // Returns the call that was captured after the most recently found call last time. Returns null
-  // if no such call is known.
+  // Returns the expected next call: the call that last followed the most recently found call.
+  // Returns null if no such call is known.
   const CachedCall* next() const { return last_ != nullptr ? last_->next_call : nullptr; }
   const CachedCall* find(const CallKey& key);
   void add(const CallKey& key, CachedCall cached);

@@ -14,6 +14,7 @@
 #include "autobatch/derivatives/derivative_formula.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
+#include "autobatch/rules/decompositions.h"
 #include "autobatch/scope/scope.h"
 
 #include <ATen/ops/_unsafe_view.h>
@@ -72,10 +73,11 @@ class Call {
         return run_as_it_is();
       case Action::kDefer:
         if (defer()) return;
-        if (!info_.decomposes) return at_once("no batching for these arguments");
+        if (!info_.decomposes && !has_decomposition())
+          return at_once("no batching for these arguments");
         return named([this] { decompose(); });
       case Action::kDecompose:
-        return named([this] { decompose(); });
+        return named([this] { run_composite(); });
       case Action::kFactory:
         return factory();
       case Action::kMutate:
@@ -98,7 +100,7 @@ class Call {
   // Runs the call as if no scope were open. If the call writes to memory, the pending ops that read
   // this memory run first.
   void run_eagerly() {
-    // In a template of the cell, the results of later ops would be constants.
+    // Otherwise the template of the cell would contain the results of later ops as constants.
     CellTrace::break_off("it pauses the block", info_.name);
     left_to_eager_ = true;
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
@@ -156,10 +158,10 @@ class Call {
     // A template would not contain the casts that autocast takes from its own cache.
     CellTrace::break_off("autocast casts its tensors", info_.name);
     const CastingGuard casting;
-    named([this] { decompose(); });
+    named([this] { run_composite(); });
   }
 
-  // Casts an ordinary tensor once. Weights are few, and all instances must share the same cast.
+  // Casts an ordinary tensor, usually a weight, once, so that all instances share the same cast.
   void cast_once() {
     const at::Tensor tensor = arguments()[0].toTensor();
     const c10::ScalarType to = arguments()[1].toScalarType();
@@ -171,15 +173,16 @@ class Call {
 
   // --- deferring ---
 
-  // Replaces masks whose values are known by indices. Leaves the call to eager, which raises the
-  // error, if an index is out of range.
+  // Replaces masks whose values are known by indices. If an index is out of range, leaves the call
+  // to eager, which raises the error.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
     left_to_eager_ = !prepare_indices(scope_, info_, stack_);
   }
 
-  // Captures the call like the earlier call with an equal key. Returns false if there is none.
+  // Captures the call like the earlier call with an equal key. Returns false if no call has this
+  // key.
   bool try_cached_call() {
     if (left_to_eager_ || !may_use_call_cache(scope_) || !can_be_cached(info_, arguments()))
       return false;
@@ -196,7 +199,8 @@ class Call {
     settle(scope_, arguments());
     Recorded recorded;
     std::optional<CachedCall> cached;
-    if (!record_call(scope_, info_, arguments(), recorded, &cached)) return false;
+    if (!record_call(scope_, info_, arguments(), recorded, &cached, !has_decomposition()))
+      return false;
     if (cached.has_value()) {
       remember(*std::move(cached), recorded);
     } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
@@ -205,6 +209,8 @@ class Call {
     give(recorded.tensors, recorded.list);
     return true;
   }
+
+  bool has_decomposition() const { return autobatch::has_decomposition(info_, arguments()); }
 
   bool is_argument(const at::Tensor& result) const {
     bool found = false;
@@ -281,7 +287,7 @@ class Call {
         verifier->note(scope_.graph(), info_, arguments(), ids);
       }
     }
-    // View ops without address arithmetic may use absolute offsets, as as_strided does.
+    // View ops without address arithmetic may use absolute offsets, like as_strided.
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
     !is_absolute&& depends_on_geometry
         ? remember(std::move(cached), recorded)
@@ -318,7 +324,7 @@ class Call {
     }
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
     if (is_captured(s) && writes_in_parts(info_) && !left_to_eager_) {
-      return named([this] { decompose(); });
+      return named([this] { run_composite(); });
     }
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
@@ -372,9 +378,8 @@ class Call {
     if (pending) scope_.note_at_once(info_.name, reason);
   }
 
-  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory. No
-  // flush is needed for such a call. For example, torch.distributions checks whether a matrix is
-  // square.
+  // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory,
+  // without a flush. For example, torch.distributions checks whether a matrix is square.
   void run_on_constant() {
     CellTrace::break_off("it makes a tensor", info_.name);
     make_real(info_, arguments(), ": ", kNeedsValues);
@@ -394,7 +399,7 @@ class Call {
     named([this] { run_now_recomputed(); });
   }
 
-  // Calls `visit`, and adds the call to the message of its errors.
+  // Calls `visit`, and adds a description of the op's call to the message of any error.
   template <class Visit>
   void named(const Visit& visit) {
     const auto given = arguments();  // `visit` may pop them from the stack, so they are copied
@@ -408,8 +413,15 @@ class Call {
     }
   }
 
-  // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
+  // Runs the op's decomposition, or its composite kernel.
   void decompose() {
+    if (!has_decomposition() || info_.decomposition->run == nullptr) return run_composite();
+    lock_.release();
+    give({info_.decomposition->run(arguments())}, false);
+  }
+
+  // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
+  void run_composite() {
     // `.tolist()` calls resolve_conj before it reads the memory, and the read itself dispatches no
     // op.
     if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&

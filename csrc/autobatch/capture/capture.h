@@ -1,4 +1,4 @@
-// Capture: the entry points of every op that is called while a scope is open.
+// The entry points of capture, for every op that is called while a scope is open.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -65,8 +65,8 @@ const Watcher* watcher(const CaptureState& state);
 // reasons by address.
 inline constexpr const char* kNeedsValues = "needs values";
 
-// Whether reading the tensor causes no flush: it is not pending, or its value is known
-// (known_values.h).
+// Whether the tensor can be read without a flush. Returns true if the tensor is not pending, or if
+// its value is known (known_values.h).
 AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 
 // Whether the tensor has a tangent of forward-mode AD.

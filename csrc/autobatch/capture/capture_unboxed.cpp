@@ -117,7 +117,7 @@ Return as(const at::Scalar& number) {
 
 // The result of reading a pending tensor's only element. If the tensor became real, the result
 // holds the tensor. If the tensor may stay pending, the result holds the address of its value. If
-// the boxed fallback has to handle the read, the result holds neither of the two.
+// the boxed fallback has to handle the read, the result holds neither a tensor nor an address.
 struct NumberRead {
   at::Tensor tensor;
   const void* element = nullptr;

@@ -36,7 +36,7 @@ struct Step {
 bool reaches(int64_t distance, at::ArrayRef<Step> steps) {
   if (steps.empty()) return distance == 0;
   const Step& step = steps.front();
-  // The inner dimensions can compensate for about one stride in either direction at most.
+  // The inner dimensions can compensate for at most about one stride in either direction.
   for (int64_t k = distance / step.stride - 1; k <= distance / step.stride + 1; ++k) {
     if (k < -step.below || k > step.above) continue;
     if (reaches(distance - k * step.stride, steps.slice(1))) return true;
@@ -138,8 +138,8 @@ void settle(Scope& scope, const at::Tensor& tensor) {
 
 // --- which writes may be deferred ---
 
-// Whether all views of the memory also share its autograd history. In this case all views may refer
-// to the written value, and the behaviour is the same as in eager.
+// Whether all views of the memory also share its autograd history. If all views share the history,
+// all views may refer to the written value, as in eager.
 bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   const Value& base = graph.value(to.base);
   bool memory_needs_grad = graph.requires_grad_now(to.base);
@@ -153,8 +153,8 @@ bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 
-// If the op reads the region that it writes: whether it reads each element right before it writes
-// the element.
+// Called for an op that reads the region that the op writes. Returns whether the op reads each
+// element right before it writes the element.
 bool reads_as_it_writes(const OpInfo& op) {
   return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
 }
@@ -250,8 +250,8 @@ bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   return false;
 }
 
-// Whether an earlier written value would get no gradient after this write. In eager, such a value
-// gets a zero gradient.
+// Whether a value that was written earlier would get no gradient after this write. In eager, the
+// earlier value gets a zero gradient.
 bool drops_history(const Graph& graph, const Memory& memory, const Span& place, bool whole,
                    ValueId source) {
   return std::any_of(memory.writes.begin(), memory.writes.end(), [&](const Write& w) {
@@ -286,7 +286,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
                      [&](const Write& w) { return may_overlap({w.geometry, w.offset}, place); });
     if (!clear) assemble(scope, memory);
     memory.writes.push_back({to.geometry, to.offset, source_id});
-    // The gradient of later reads belongs to this memory, not to the source alone.
+    // The gradient of later reads belongs to the whole memory, and not only to the written value.
     const bool covers = to.geometry->numel == base.geometry->numel;
     if (covers && memory.requires_grad) assemble(scope, memory);
   }

@@ -15,15 +15,15 @@ class Scope;
 // Captures an op that writes to its argument 0. Returns false, with no write captured, if the op
 // has to run after a flush. An op has to run after a flush if argument 0 is not pending or is in
 // the memory of a graph input. A flush is also needed if eager would raise an error, or if argument
-// 0 has a detached view. (The view would share the memory but not the history.)
+// 0 has a detached view. (A detached view would share the memory but not the history.)
 bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 // Returns the op assemble(self, places, pieces). The result of the op is `self` with each piece
 // written to its place. A place is a view of `self`.
 const OpInfo& assemble_op();
 
-// Prepares pending arguments for being read. If the memory of an argument was written to in pieces,
-// and no single piece covers the argument, the pieces are combined into one value.
+// Prepares pending arguments for a read. If the memory of an argument was written to in pieces, and
+// no single piece covers the argument, the pieces are combined into one value.
 void settle(Scope& scope, at::ArrayRef<c10::IValue> arguments);
 
 // Prepares a flush: makes every pending tensor stand for the current value of its memory.

@@ -84,7 +84,8 @@ class Evaluation {
     return true;
   }
 
-  // Runs the node and stores its results in known_. Returns false if they cannot be computed now.
+  // Runs the node and stores its results in known_. Returns false if the results cannot be computed
+  // now.
   bool run(const Node& node) {
     if (++num_ops_ > most_ops_ || !is_worth_it(node)) return false;
     std::vector<Tensor> operands, places;

@@ -311,7 +311,7 @@ const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
 bool grad_mode() { return CaptureState::current().grad_mode(); }
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,
-                 std::optional<CachedCall>* cached) {
+                 std::optional<CachedCall>* cached, bool generic) {
   const DispatchContext context = DispatchContext::current();
   if (!op.casts(context) && !op.may_cast_within(context)) {
     // Autocast does not affect these ops, because native rules call kernels below autocast.
@@ -325,8 +325,9 @@ bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& 
       if (left_to_eager) return false;
     }
   }
-  const Rule& generic = generic_rule(op, is_random(op, arguments));
-  return record_by(scope, op, arguments, generic, context, recorded, nullptr, cached);
+  if (!generic) return false;
+  const Rule& rule = generic_rule(op, is_random(op, arguments));
+  return record_by(scope, op, arguments, rule, context, recorded, nullptr, cached);
 }
 
 }  // namespace autobatch

@@ -24,9 +24,10 @@ struct Recorded {
 // covers the call, tries a generic rule. Returns false, with nothing captured, if no rule covers
 // the call. The memory of pending arguments must be settled (deferred_writes.h). If `cached` is
 // given, it is set to the CachedCall for later calls with an equal CallKey, or to nullopt if the
-// call cannot be cached.
+// call cannot be cached. `generic`: whether a generic rule may be tried.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
-                 Recorded& recorded, std::optional<CachedCall>* cached = nullptr);
+                 Recorded& recorded, std::optional<CachedCall>* cached = nullptr,
+                 bool generic = true);
 
 // Like record_call, but uses only `rule`. If the capture fails, `left_to_eager` (if given) is set
 // to whether eager must check the arguments and raise the error.

@@ -38,8 +38,8 @@ bool is_stale(const Graph& graph, const Tensor& tensor) {
          graph.is_stale(tensor);
 }
 
-// Returns the variance and the mean over these dimensions. Over one dimension the two ops are
-// called separately, because they have native rules for any number of rows.
+// Returns the variance and the mean over these dimensions. For one dimension, `var` and `mean` are
+// called separately, because both have native rules for any number of rows.
 std::tuple<Tensor, Tensor> statistics(const Tensor& x, at::IntArrayRef dims) {
   const c10::Scalar correction(1);
   if (dims.size() > 1) return at::var_mean(x, dims, correction);

@@ -28,7 +28,8 @@ using torch::jit::Stack;
 // Ops whose kernels fail on zeros, with an error or worse (LAPACK uses a pivot as an index).
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// Ops that accept only the call's own values. The Meta kernels of these ops import nothing.
+// Ops that would fail with other values than the call's own values. The Meta kernels of these ops
+// import nothing.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 
 // The largest number of operand elements for which an op is run on stand-ins. The first limit
@@ -168,8 +169,8 @@ Outcome run_on_stand_ins(const NodeBuilder& builder, Filling filling) {
   return out;
 }
 
-// Whether the op returned an argument or a view of an argument. Some schemas do not declare such a
-// result.
+// Whether the op returned an argument or a view of an argument. Some schemas do not declare that
+// the op may return an argument.
 bool is_argument(const at::Tensor& result, const Stack& arguments) {
   bool found = false;
   for (const c10::IValue& argument : arguments) {
@@ -188,7 +189,7 @@ bool add_result(const NodeBuilder& builder, const at::Tensor& tensor, const Stac
   if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<NodeBuilder&>(builder).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
-  // If the strides overlap without a stride of 0, the op kept the strides of an argument that
+  // If a result overlaps itself without a stride of 0, the op kept the strides of an argument that
   // overlaps itself (slice_scatter of unfold).
   const bool odd =
       std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
@@ -341,7 +342,7 @@ void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, View
   result.outcome = all ? ViewOutcome::kViews : ViewOutcome::kAsk;
 }
 
-// Infers the views that the op would make if the elements of argument 0 had the positions of `of`.
+// Infers the views that the op would make if argument 0 had the geometry and the offset of `of`.
 // Returns an empty list if the op works on addresses instead of elements, or if the views cannot be
 // inferred.
 std::vector<ElementMap> views_of_element_map(const OpInfo& op, at::ArrayRef<c10::IValue> arguments,

@@ -1,6 +1,6 @@
 // Captures a call in the same way as an earlier call, without the dispatcher. Python calls these
-// functions directly, because PyTorch's bindings would need about the same time to parse the
-// arguments that the capture needs.
+// functions directly and not through PyTorch's bindings. In the bindings, parsing the arguments
+// alone would take about the same time as the whole capture.
 #pragma once
 
 #include "autobatch/capture/record_call.h"

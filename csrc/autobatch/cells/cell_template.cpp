@@ -33,8 +33,8 @@ void meet(Graph& graph, const Weights& weights) {
   for (const uint32_t w : order) value_in(graph, weights[w].tensor, weights[w].is_weight);
 }
 
-// Whether both tensors have the same memory and sizes. `.data` creates such a tensor without
-// calling an op.
+// Whether both tensors have the same memory and sizes. For example, `x.data` has the memory and
+// sizes of `x`, and is created without an op.
 bool are_one_memory(const at::Tensor& a, const c10::TensorImpl& b) {
   if (as_pending(a) != nullptr || as_pending(&b) != nullptr) return false;
   if (!b.has_storage()) return false;
@@ -289,8 +289,8 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 
 void CellTrace::note_read(const std::string& what) {
   if (capture_state.trace == nullptr) return;
-  // If a profiler records the arguments of ops, the profiler has read the value, and the function
-  // has not.
+  // If a profiler records the arguments of ops, the value was read by the profiler and not by the
+  // function.
   if (capture_state.trace->why_.empty())
     capture_state.trace->has_read_ = !profiler_records_arguments();
   break_off("it reads a value", what);

@@ -149,7 +149,7 @@ class CellTemplate {
   std::vector<Step> steps_;
   std::optional<Compact> compact_;
   std::vector<Weight> weights_;
-  // The values of the weights, as they were found last. The values are valid while
+  // The values of the weights that find_weights() found last. These values are valid while
   // Graph::numbering() equals `known_numbering_`.
   mutable std::vector<ValueId> known_weights_;
   mutable uint64_t known_numbering_ = ~uint64_t{0};

@@ -1,5 +1,5 @@
-// All code that depends on the PyTorch version is in this file. The borrowed dispatch key is also
-// named only here. PyTorch 2.11 to 2.15 are supported.
+// All code that depends on the PyTorch version is in this file. Only this file names the borrowed
+// dispatch key. PyTorch 2.11 to 2.15 are supported.
 #pragma once
 
 #include <c10/core/DispatchKey.h>
@@ -83,8 +83,8 @@ inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 }
 
 // Whether a profiler records the arguments of ops. `State` is
-// torch::profiler::impl::ProfilerStateBase. This class has two states: one accessor returns them up
-// to PyTorch 2.13, and there are two accessors from 2.14 on.
+// torch::profiler::impl::ProfilerStateBase. The class has a global state and a thread-local state.
+// Up to PyTorch 2.13 one accessor covers both states. From 2.14 on each state has an accessor.
 template <class State>
 bool records_arguments() {
   const auto records = [](const auto& state) {

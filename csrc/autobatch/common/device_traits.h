@@ -21,7 +21,7 @@ struct DeviceTraits {
   // the device's as_strided.
   bool has_plain_views = false;
   // In the backward of extremes and medians, eager multiplies the gradient by a mask, so an
-  // infinite gradient becomes NaN. On other devices eager writes zeros instead
+  // infinite gradient becomes NaN. If multiplies_by_masks is false, eager writes zeros instead
   // (evenly_distribute_backward, torch/csrc/autograd/FunctionsManual.cpp).
   bool multiplies_by_masks = false;
 };

@@ -1,6 +1,6 @@
 // Memory for small objects. Each batch() block creates and destroys tens of thousands of small
-// objects. malloc caches only seven chunks for each thread and size. For more chunks, malloc has to
-// search and merge.
+// objects. malloc caches only seven chunks for each thread and size. Once the cache is full, malloc
+// has to search for free chunks and merge them.
 #pragma once
 
 #include <cstddef>

@@ -46,8 +46,8 @@ struct HostHooks {
   std::function<void(const std::exception&, const std::string&)> annotate;
   // Releases the interpreter's lock, and runs a function that may wait for another thread.
   std::function<void(const std::function<void()>&)> wait;
-  // Takes the interpreter's lock and holds it until the returned object is destroyed. Meanwhile no
-  // other thread of the interpreter can destroy a tensor.
+  // Takes the interpreter's lock and holds it until the returned object is destroyed. While the
+  // object exists, no other thread of the interpreter can destroy a tensor.
   std::function<std::shared_ptr<void>()> hold;
   // Whether Meta kernels that are written in the interpreter's language can run without importing
   // modules. (In Python, importing torch._dynamo takes a second or more.)

@@ -13,7 +13,7 @@
 namespace autobatch {
 
 // While a guard exists, ops of this thread do not reach the program's TorchDispatchModes. Python
-// code that runs during this time (a compiler, a custom op) can still enter new modes.
+// code that runs while the guard exists (a compiler, a custom op) can still enter new modes.
 class NoDispatchModeGuard {
   using Modes = c10::impl::TorchDispatchModeTLS;
 

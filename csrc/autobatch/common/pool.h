@@ -33,7 +33,7 @@ void trim_pool();
 // Returns the number of free bytes in the pool.
 size_t pooled_bytes();
 
-// Returns all free memory of the pool to the system. The result is the number of bytes.
+// Gives all free memory of the pool back to the system, and returns the number of freed bytes.
 size_t empty_pool();
 
 }  // namespace autobatch

@@ -22,8 +22,8 @@ struct TraceStage {
   int64_t start, end;
 };
 
-// One schedule. For each node, the schedule contains the number of its batch, counted from 0. It
-// also contains the nodes whose results the node reads, without duplicates.
+// One schedule. For each node, the schedule contains the number of its batch, counted from 0. For
+// each node, the schedule also contains the nodes whose results the node reads, without duplicates.
 struct TraceSchedule {
   size_t num_batches = 0;
   std::vector<uint64_t> batch_of_node;

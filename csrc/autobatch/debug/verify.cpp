@@ -54,7 +54,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
         found != expected_.end()) {
       return found->second.tensor;
     }
-    // The eager run has no such view, because the viewed tensor was written to.
+    // The eager run has no value for this view, because the viewed tensor was written to.
     const auto base = expected_.find(value.base);
     known =
         known && base != expected_.end() &&

@@ -228,8 +228,8 @@ class Derivation {
     }
   }
 
-  // Whether the node's gradient can be captured. If not, eager's autograd raises an error, or may
-  // raise one.
+  // Whether the node's gradient can be captured. Returns false if eager's autograd might raise an
+  // error for this node.
   bool is_understood(const Node& node) const {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
     if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
@@ -348,7 +348,7 @@ class Derivation {
     return true;
   }
 
-  // Differentiates a node that assembles a value from a base and written pieces
+  // Computes the gradients of a node that assembles a value from a base and written pieces
   // (deferred_writes.cpp). A piece gets the gradient of the region that it was written to, and the
   // base gets the rest of the gradient.
   bool differentiate_assembly(const Node& node) {
@@ -384,8 +384,8 @@ class Derivation {
       parts.push_back(part_of(gradient, *place, offset));
       zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
     }
-    // The zeros are inserted by autobatch::assemble and not by writes. While derivatives are
-    // captured, reads ignore writes (Graph::RawGuard).
+    // Inserts the zeros by autobatch::assemble and not by writes, because reads ignore writes while
+    // derivatives are captured (Graph::RawGuard).
     using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
     const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
     return add(inputs[0], part_of(rest, g, 0));

@@ -1,7 +1,8 @@
 // Captures autograd.grad in an open scope. The ops that compute the gradients become nodes of the
-// graph. They are found by the formulas (derivative_formula.h) of the nodes between the outputs and
-// the inputs. So the call needs no flush, and the gradients of all instances run in the same
-// batches. With create_graph=True, the ordinary backward later runs through these nodes.
+// graph. Each node between the outputs and the inputs has a formula (derivative_formula.h), which
+// lists the ops for its gradient. So the call needs no flush, and the gradients of all instances
+// are computed in the same batches. With create_graph=True, the ordinary backward later runs
+// through these nodes.
 #pragma once
 
 #include "autobatch/export.h"
@@ -20,9 +21,9 @@ struct DeriveOptions {
 };
 
 // Returns the gradients of the inputs. A gradient is undefined if eager returns None for the input.
-// Returns nullopt, and has no visible effect, if autograd itself must run. One reason is an op
-// without a formula. Other reasons are hooks, history outside the graph, and errors, because the
-// graph then does not determine the behaviour of autograd.
+// Returns nullopt, and has no visible effect, if autograd itself must run. Autograd must run if an
+// op has no formula. Autograd must also run if there are hooks, history outside the graph or
+// errors, because the graph does not describe their effect.
 AUTOBATCH_INTERNAL std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
                                                                  at::ArrayRef<at::Tensor> gradients,
                                                                  at::ArrayRef<at::Tensor> inputs,

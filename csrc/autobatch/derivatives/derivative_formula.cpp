@@ -29,7 +29,8 @@ bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// Puts a tensor into the arguments.
+// Replaces the argument that `input` describes by `tensor`. If the argument is a list, replaces
+// only one element of the list.
 void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor) {
   c10::IValue& argument = arguments[input.argument];
   if (input.element == kNone) {
@@ -278,7 +279,8 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
     stands_for_.push_back(number);
     if (!tensor.defined()) return;
     if (in_place) {
-      // The write would also change any other tensor on this memory.
+      // The write would also change any other tensor with the same memory, so such tensors are
+      // rejected.
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {
         TORCH_CHECK(other.number >= formula_.num_inputs && other.tensor.is_same(tensor),

@@ -1,7 +1,7 @@
-// The gradient of a captured op as a list of ops. The list is autograd's own formula. To find the
-// formula, the op runs once on sample tensors of ones, and autograd's engine runs its backward.
-// FormulaTrace records each op that the engine calls. For other nodes of the signature, the
-// recorded ops are called with the tensors of the node. These calls are captured like any other
+// Represents the gradient of a captured op as a list of ops, which is autograd's own formula. To
+// find the formula, the op runs once on sample tensors of ones, and autograd's engine runs its
+// backward. FormulaTrace records each op that the engine calls. For other nodes of the signature,
+// the recorded ops are called with the tensors of the node. These calls are captured like any other
 // call (captured_gradient.h).
 //
 // An op that reads data or draws random numbers has no formula, because the list of ops would
@@ -50,7 +50,7 @@ struct Formula {
   std::vector<at::Tensor> apply(at::ArrayRef<at::Tensor> inputs) const;
 };
 
-// Everything that determines a formula.
+// The properties of a node that determine its formula.
 struct FormulaRequest {
   const Signature* signature = nullptr;
   c10::SmallVector<const Value*, 8> operands;  // null: an optional tensor that was not given
@@ -61,9 +61,9 @@ struct FormulaRequest {
   Key key() const;
 };
 
-// A cache of formulas. A formula is traced once for each combination of sizes. Tracing takes the
-// time of several tens of runs of the op. Without a formula, the call needs a flush, which takes
-// longer.
+// A cache of formulas. A formula is traced once for each combination of sizes. Tracing takes as
+// long as some tens of runs of the op. Without a formula, the call of autograd.grad needs a flush,
+// which takes longer.
 class FormulaTable {
  public:
   // Returns the cached formula, or traces it. Null if the op has no formula.

@@ -119,7 +119,8 @@ class Compactor {
   }
 
  private:
-  // Why a value is kept: something refers to it, or to another result of its node (kAlong).
+  // Whether and why a value is kept. kLookedAt: something refers to the value. kAlong: something
+  // refers to another result of the value's node.
   enum Kept : uint8_t { kNo, kLookedAt, kAlong };
 
   // A computed node has a number only if its results are kept (find_kept_results).

@@ -1,4 +1,4 @@
-// A flush: from the captured graph to real tensors.
+// Runs a flush, which turns the pending tensors of a captured graph into real tensors.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -21,7 +21,7 @@ struct EagerEstimate;
 class SliceCosts;
 class Verifier;
 
-// Why a node was not computed: the exception, and the message for later uses of its tensors.
+// The reason why a node was not computed, and the message for later uses of the node's tensors.
 struct OpFailure {
   std::exception_ptr cause;
   std::shared_ptr<const std::string> reason;  // the message; shared by all lost tensors

@@ -143,7 +143,7 @@ void Graph::take_along(std::vector<NodeId>& chosen) {
   for (size_t next = 0; next < chosen.size(); ++next) release_readers(chosen[next], chosen);
 }
 
-// Reduces the numbers of missing operands of the node's readers, and handles readers that become
+// Decrements the count of missing operands of each reader of the node. Handles readers that become
 // ready.
 void Graph::release_readers(NodeId id, std::vector<NodeId>& chosen) {
   const Node node = tape_.nodes[id];

@@ -1,10 +1,10 @@
-// Parts of a graph that a read computes while the graph stays open.
+// Lets a read compute a part of a graph while the graph stays open.
 //
-// If a read makes only tensors without gradients real (the index of the best action, a flag), the
-// computed nodes stay in the graph. The values of these nodes stay in the slabs, and tensors that
-// stand for the values stay pending. Nodes captured later read the values in the slabs. One
-// FlushRecord covers the batches of all parts. Therefore code that picks an action creates no
-// tensors, and backward treats all steps as one block.
+// If a read makes only tensors without gradients real (for example a flag), the computed nodes stay
+// in the graph. The values of these nodes stay in the slabs, and the other tensors of these values
+// stay pending. Nodes captured later read the values in the slabs. One FlushRecord covers the
+// batches of all parts. Therefore code that picks an action creates no tensors, and backward treats
+// all steps as one block.
 //
 // The first flush that cannot leave its nodes in the graph closes the record. A record without any
 // gradients, as in inference, can stay open: Graph::compact drops the results that nothing refers
@@ -17,8 +17,8 @@
 
 namespace autobatch {
 
-// Whether `nodes` can be computed for `targets` with the graph left open. `values_only`: the
-// targets' tensors need not become real.
+// Whether `nodes` can be computed for `targets` while the graph stays open. `values_only`: the
+// targets' tensors may stay pending.
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only);
 

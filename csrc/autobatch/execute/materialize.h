@@ -1,4 +1,4 @@
-// The end of a flush: pending tensors become ordinary ones.
+// Ends a flush by turning pending tensors into ordinary tensors.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -49,7 +49,8 @@ class HeldTensors {
   HeldTensors(Graph& graph, Split& part);
 
   bool empty() const { return tensors_.empty(); }
-  // Returns the results of the tape that the tensors stand for or view, possibly with duplicates.
+  // Returns the results of the tape that the tensors represent or are views of, possibly with
+  // duplicates.
   std::vector<ValueId> results(const Tape& tape) const;
   // Releases tensors that have no other reference any more. The caller must hold the host's lock
   // (host_hold).

@@ -23,7 +23,7 @@ bool is_repeatable(const Signature& signature) {
 }
 
 // Times the second of two calls. The second call finds its code and data in the caches, so its time
-// is a lower bound of the time in a program.
+// is a lower bound of the time in real use.
 Nanoseconds time_alone(BatchView& batch, int64_t m) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const bool needs_grad = batch.record().needs_grad;

@@ -255,7 +255,7 @@ class Splitter {
 
   // Whether a value with overlapping elements cannot become a graph input of the rest. One reason
   // is a view of the value whose elements are not known. Another reason is a view with a tensor in
-  // the rest, because this tensor must share memory exactly as its strides say.
+  // the rest, because the elements of this tensor must overlap exactly as its strides say.
   bool is_blurred(ValueId id) {
     const ValueId base = tape_.values[id].base;
     if (asked_.insert(base).second) {
@@ -402,8 +402,8 @@ class Splitter {
     if (is_target_.count(root->second) != 0) set_apart(tape_.uses[use].reader, use, base);
   }
 
-  // A view of a weight that has become a tensor has its own gradient. Nodes that read this view
-  // must not be batched with nodes that read the weight, so the reader gets another signature.
+  // If a view of a weight has become a tensor, the view has its own gradient. Nodes that read the
+  // view must not be batched with nodes that read the weight, so the reader gets another signature.
   void set_apart(NodeId reader, uint32_t use, const Value& base) {
     Node& node = tape_.nodes[reader];
     const uint32_t slot = use - node.first_operand;
@@ -481,7 +481,7 @@ Split Graph::split() {
   return all;
 }
 
-// Whether there are views of graph inputs that have tensors and are not among the targets.
+// Whether some view of a graph input has a tensor and is not one of the targets.
 bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
   return std::any_of(tape_.values.begin(), tape_.values.end(), [&](const Value& value) {
     if (!value.is_graph_input() || value.tensor == nullptr) return false;

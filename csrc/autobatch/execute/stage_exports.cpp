@@ -1,5 +1,5 @@
-// Fills the graph inputs through which the rest of a graph reads a part that was split from it,
-// after the part has been computed.
+// Fills graph inputs after a part of a graph was split from the graph and computed. The rest of the
+// graph reads the values of the part through these graph inputs.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/kernels/gather.h"

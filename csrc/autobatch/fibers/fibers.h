@@ -110,8 +110,13 @@ class Fiber {
   // Returns a number that no other fiber of the thread has. The number is never 0.
   uint64_t number() const { return number_; }
   void note_check() { has_checks_ = true; }
-  // Makes `suspendable` return null from now on: no other fiber runs until this fiber ends.
-  void keep_turn() { keeps_turn_ = true; }
+  // Makes `suspendable` return null from now on: no other fiber runs until this fiber ends. `cause`
+  // is for the report, and must not be empty.
+  void keep_turn(std::string cause) {
+    if (turn_kept_by_.empty()) turn_kept_by_ = std::move(cause);
+  }
+  // Returns the cause of the first call of keep_turn, or an empty string.
+  const std::string& turn_kept_by() const { return turn_kept_by_; }
 
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
@@ -137,7 +142,7 @@ class Fiber {
   bool has_checks_ = false;  // remains true after the checks are done
   State state_ = State::kRunning;
   bool ending_ = false;
-  bool keeps_turn_ = false;
+  std::string turn_kept_by_;
   bool values_only_ = false;
   // The thread-local state of the suspended fiber, if it differs from FiberPool::base_.
   std::optional<ThreadState> own_state_;

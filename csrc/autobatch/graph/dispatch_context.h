@@ -40,9 +40,9 @@ struct CallContext {
   explicit CallContext(const CaptureState& state);
 };
 
-// While the guard exists, the thread's state is `context`, except for grad mode. The executor
-// decides whether autograd records a call. Before the guard is created, the thread's state must be
-// clean (CleanState in flush.cpp).
+// While the guard exists, the thread's state is `context`, except for grad mode. The guard does not
+// set grad mode, because the executor decides whether autograd records a call. Before the guard is
+// created, the thread's state must be clean (CleanState in flush.cpp).
 class ContextGuard {
  public:
   explicit ContextGuard(const DispatchContext& context);

@@ -1,6 +1,6 @@
-// The progress of a graph: which nodes have run, and how many operands each waiting node still
-// needs. Because the progress is kept from the first read of a block on, the cost of a read depends
-// only on the nodes that the read runs.
+// Stores which nodes of a graph have run, and how many operands each waiting node still needs.
+// After the first read of a block the progress is kept, so the cost of a later read depends only on
+// the nodes that the read runs.
 //
 // Each node is visited twice: after it was captured, and when it is run. Each value has a list of
 // its reads (Tape::uses). The list of reads shows which nodes become ready when a node is run, and
@@ -18,7 +18,7 @@ namespace autobatch {
 struct Graph::Progress {
   // Waiting nodes of one signature.
   struct Kind {
-    std::vector<NodeId> ready;  // no operand is missing; some may have run or be gone
+    std::vector<NodeId> ready;  // nodes whose operands are computed; some nodes may have run
     uint64_t wanted = 0;        // number of the last read that ran nodes of the signature
     uint64_t turn = 0;          // round of slices in which the signature last had its turn
   };
@@ -28,14 +28,14 @@ struct Graph::Progress {
   std::vector<uint32_t> missing;  // by node: number of operands that are still to be computed
   ska::flat_hash_map<const Signature*, Kind> kinds;
   uint64_t reads = 0;
-  uint64_t round = 1;  // of slices
+  uint64_t round = 1;  // number of the current round of slices
   std::vector<NodeId> stack;
 
   // Graph inputs that the computed nodes have read, possibly with duplicates. Only an open record
   // without gradients uses this list, because such a record does not need the inputs again.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
-  size_t ran = 0;  // nodes run since `inputs` was last reviewed
+  size_t ran = 0;  // number of nodes run since `inputs` was last reviewed
 
   void note_input(Graph& graph, NodeId reader, ValueId base);
   void release_inputs(Graph& graph);

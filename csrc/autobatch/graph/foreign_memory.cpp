@@ -48,17 +48,18 @@ void make_views_real(Graph& graph, const c10::Storage& storage) {
 bool is_given_away(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (exported().has(storage)) return true;
-  // PyTorch marks the storage as not resizable, and never removes the mark. Parameters are usually
-  // given away only for inspection, all of them at once. The foreign array holds a reference to the
-  // storage. If a parameter's storage has no other reference, the array is gone, and the parameter
-  // is safe again. Other marked tensors are mostly buffers.
+  // When memory is given away, PyTorch marks its storage as not resizable and never removes the
+  // mark. Parameters are usually given away only for inspection, all of them at once. The foreign
+  // array holds a reference to the storage. If a parameter's storage has no other reference, the
+  // array is gone, and the parameter is safe again. Marked tensors that do not require grad are
+  // mostly buffers that foreign code continues to use.
   if (storage.resizable()) return false;
   return !tensor.requires_grad() || storage.use_count() > 1;
 }
 
-// PyTorch's allocator cannot hand out the memory again while the graph holds the storage. Memory of
-// NumPy, of dlpack or of a user's pointer can be refilled without an op, and so can memory that was
-// given away.
+// While the graph holds a storage, PyTorch's allocator cannot reuse the memory of the storage.
+// Memory of NumPy, dlpack or a user's pointer can be refilled without an op. Memory that was given
+// away can also be refilled without an op.
 bool owns_memory(const at::Tensor& tensor) {
   if (!has_host_memory(tensor.device())) return true;
   if (is_given_away(tensor)) return false;

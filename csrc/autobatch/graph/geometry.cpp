@@ -57,7 +57,8 @@ bool describe(Geometry& g) {
 
 }  // namespace
 
-// Whether two indices reach one element. `extent`: elements of memory that the tensor spans.
+// Whether two indices refer to the same element. `extent` is the size of the memory range that the
+// tensor spans, in elements.
 static bool reaches_twice(at::IntArrayRef sizes, at::IntArrayRef strides, int64_t extent) {
   std::vector<uint8_t> seen(static_cast<size_t>(extent), 0);
   c10::SmallVector<int64_t, 6> index(sizes.size(), 0);

@@ -37,8 +37,8 @@ bool wants_gradient(const at::Tensor& tensor) {
 // change it.
 bool still_holds(const GraphInput& input) {
   const at::Tensor& tensor = input.tensor;
-  // After a write, the tensor becomes another graph input. The ops that read the old content have
-  // already run at that time.
+  // After a write, the tensor becomes another graph input. Ops that read the old content have run
+  // before the write.
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
   if (input.is_copy) return is_as_copied(tensor, input.data);
@@ -54,10 +54,10 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
   if (!plain) return detached_alias(tensor);
-  return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // three times as fast
+  return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // faster than detached_alias
 }
 
-// Sizes of the last graph that this thread has flushed. The next graph probably has the same size.
+// Sizes of the last graph that this thread has flushed. The next graph probably has the same sizes.
 struct TapeSizes {
   size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
@@ -135,7 +135,8 @@ bool has_expanded_dims(const Geometry& geometry) {
   return std::count(strides.begin(), strides.end(), 0) != 0;
 }
 
-// Whether elements share memory and need separate memory. Expanded indices and masks need none.
+// Whether elements share memory although they need separate memory. The elements of expanded
+// indices and masks need no separate memory.
 bool needs_dense(const at::Tensor& tensor, const Geometry& geometry) {
   if (!geometry.overlapping) return false;
   return !at::isIntegralType(tensor.scalar_type(), true) || !has_expanded_dims(geometry);
@@ -187,20 +188,20 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const at::NoGradGuard no_grad;
     input.is_copy = true;
-    // The copy keeps the order of the dimensions, because elementwise results of the tensor have it
-    // too.
+    // The copy keeps the order of the dimensions, because elementwise results of the tensor have
+    // the same order.
     input.data = tensor.detach().clone(at::MemoryFormat::Preserve);
     input.given = geometry;
     geometry = geometries_->intern(tensor.sizes(), input.data.strides());
   }
-  // An inference tensor has no counter, not even after its data was set.
+  // An inference tensor has no version counter. Setting its data does not give it a counter.
   if (!input.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
     input.counter = tensor.unsafeGetTensorImpl()->version_counter();
     input.version = input.counter.current_version();
     input.counted = true;
   }
-  // Weights are not copied, because they may be large. A copy is not needed: programs write to
-  // aliases of a weight only between steps.
+  // Weights are not copied, because they may be large. A copy of a weight is not needed, because
+  // programs write to aliases of a weight only between steps.
   if (!input.is_copy && !weight && may_change_unseen(tensor)) {
     input.as_read = copy_as_read(input.data);
   }
@@ -373,7 +374,7 @@ void Graph::attach(ValueId id, PendingTensor* tensor) {
 }
 
 void Graph::note_orphan(PendingTensor& tensor) {
-  // The graph may be destroyed at the same time.
+  // Another thread may be destroying the graph.
   const std::lock_guard<std::mutex> lock(orphans_mutex());
   if (Graph* graph = tensor.leave()) graph->orphans_.emplace_back(&tensor, tensor.value());
 }
@@ -401,7 +402,7 @@ namespace {
 
 // Parameters are numbered separately from a program's data. Therefore the parameters of a model
 // have the same set of serials in each block. Signatures, schedules and cached calls that depend on
-// these serials are found again.
+// the serials of parameters are found again.
 uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
 
 uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }

@@ -1,5 +1,5 @@
-// The deferred graph: nodes (captured ops), values (their results, views of them, and graph
-// inputs), and interned geometry. All are stored in arenas and addressed by index. No op runs here.
+// The deferred graph has nodes (captured ops), values (results, views, graph inputs) and interned
+// geometries. Nodes and values are stored in arenas and addressed by index. No op runs here.
 #pragma once
 
 #include "autobatch/common/pool.h"
@@ -67,7 +67,7 @@ enum class ViewKind : uint8_t {
   kOneOfSeveral,  // from `split` or `unbind`: eager rejects a write to it that autograd records
   kNoGrad,        // made while grad mode was off
   kDetached,      // shares the memory but not the autograd history
-  kData,          // as kDetached, with a version counter of its own: `x.data`
+  kData,          // like kDetached, but with a separate version counter: `x.data`
 };
 
 // A strided region of the result of an op or of a graph input. Pending tensors and operands refer
@@ -78,7 +78,7 @@ struct Value {
   ValueId base = kNone;    // value that owns the memory; the value itself unless it is a view
   ValueId parent = kNone;  // value that this view was made from (may be a view); kNone if no view
   ValueId next_view = kNone;  // next view of the same base; in a base: its latest view
-  uint32_t uses = kNone;  // in a base: index into Tape::uses of the latest read of it or its views
+  uint32_t uses = kNone;      // in a base: index into Tape::uses of the latest read of its memory
   const Geometry* geometry = nullptr;
   int64_t offset = 0;               // elements from the start of the base
   PendingTensor* tensor = nullptr;  // the user's tensor, while it is alive; not owned
@@ -86,17 +86,17 @@ struct Value {
   c10::Device device = c10::kCPU;
   bool requires_grad = false;
   ViewKind kind = ViewKind::kPlain;
-  // If not 0: number of the `split` call that made the view. With kPlain, the call was an
-  // `unsafe_split` or similar, whose results are no views to autograd.
+  // If not 0: number of the `split` call that made the view. If `kind` is kPlain, autograd does not
+  // treat the results as views (`unsafe_split`).
   uint16_t call = 0;
 
   bool is_graph_input() const { return node == kNone; }
   at::TensorOptions options() const { return at::TensorOptions().dtype(dtype).device(device); }
 };
 
-// Maps the elements of a view to elements of the value `of` that it is a view of. Elements of `of`
-// share memory (`expand`), so an address does not identify an element. `geometry` and `offset`
-// describe the view in a contiguous tensor with the sizes of `of`.
+// Maps the elements of a view to elements of `of`, the viewed value. Elements of `of` share memory
+// (`expand`), so an address does not identify an element. `geometry` and `offset` describe the view
+// in a contiguous tensor with the sizes of `of`.
 struct ElementMap {
   ValueId of = kNone;
   const Geometry* geometry = nullptr;
@@ -137,15 +137,15 @@ struct Node {
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
-// A tensor that the graph reads and did not make. The graph holds the tensor, so that the tensor is
-// identified by the index. (The address of a freed tensor could be reused.)
+// A tensor that the graph reads and did not make. The graph holds the tensor, because the address
+// identifies the tensor, and the address of a freed tensor could be reused.
 struct GraphInput {
-  at::Tensor tensor;  // user's tensor; reset if its history comes to depend on the flush
+  at::Tensor tensor;  // user's tensor; reset once its history depends on the flush
   // The tensor that ops read: a detached alias, or a copy. A copy is made if the memory is foreign
   // (foreign_memory.h) or if elements share memory (except indices and masks).
   at::Tensor data;
   bool is_copy = false;  // `data` does not share the memory of `tensor`
-  bool is_odd = false;   // elements share memory without a stride of 0 (`unfold`): left to eager
+  bool is_odd = false;   // elements share memory without stride 0 (`unfold`); not captured
   at::Tensor as_read;    // content of `data` at capture, if it may change later (overwrites.h)
   // Geometry of `tensor` if `data` is a copy, which may have another geometry. The strides of
   // results follow from the geometry of `tensor`.
@@ -182,26 +182,26 @@ struct Memory {
   bool requires_grad = false;
 };
 
-// The arenas of a graph. After a flush they move into the record that backward walks.
+// The arenas of a graph. After a flush the arenas move into the record that backward reads.
 struct Tape {
   PooledVector<Node> nodes;
   PooledVector<Value> values;
   PooledVector<ValueId> operands;  // kNone: omitted optional tensor
   PooledVector<Use> uses;          // by index into `operands`; filled at reads (flush_progress.cpp)
   std::vector<GraphInput> graph_inputs;
-  // By content of a written memory: the number of nodes at its last write. The content that earlier
-  // nodes read is gone, so their backward raises an error if eager saves the operand.
+  // Maps the content of a written memory to the number of nodes at its last write. Backward of an
+  // earlier node that read the old content raises an error if eager saves the operand.
   std::unordered_map<ValueId, NodeId> written_at;
-  // By last content of a written memory: the version of the tensors on this memory.
+  // Maps the last content of a written memory to the version of the tensors on this memory.
   std::unordered_map<ValueId, uint32_t> versions;
   std::unordered_map<ValueId, ElementMaps> element_maps;  // by view
 
   const ElementMap* find_element_map(ValueId id, ValueId of) const;
-  // Elements of `id` share memory. Returns the value whose elements identify the elements of `id`:
-  // the outermost value with shared elements of which `id` is a view without repeated elements.
-  // Returns `id` itself if there is no such value.
+  // The elements of `id` must share memory. Returns the outermost value with shared elements of
+  // which `id` is a view without repeated elements, else `id`. The elements of the returned value
+  // identify the elements of `id`.
   ValueId counted_in(ValueId id) const;
-  // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
+  // Whether it is known which elements of `of`, whose elements share memory, the view contains.
   bool knows_elements(ValueId view, ValueId of) const {
     return find_element_map(view, counted_in(of)) != nullptr;
   }
@@ -270,7 +270,7 @@ class Graph {
   // Returns the value that the argument stands for. An ordinary tensor stands for a graph input.
   // The graph input is added if the tensor is new or has changed.
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
-  // Identifies the current numbering of values, unique across graphs. Changes with the value ids.
+  // Returns a number that is unique across graphs and changes when values are renumbered.
   uint64_t numbering() const { return numbering_; }
   // Whether `tensor`, for which graph input `id` was added in this numbering, is unchanged since.
   bool still_is(ValueId id, const at::Tensor& tensor) const;
@@ -284,8 +284,8 @@ class Graph {
   // makes a new object. In grad mode, tensors that require grad stay distinct.
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  // Takes the gradient edge of the value's graph input, if any. Call this when a recorded op reads
-  // the value; at the flush, gradient_edge() may raise eager's error about a view without base.
+  // Takes the gradient edge of the value's graph input, if any. Must be called when a recorded op
+  // reads the value, because gradient_edge() may raise an error at the flush (view without base).
   void need_gradient(ValueId id);
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
@@ -318,10 +318,10 @@ class Graph {
   std::unordered_map<ValueId, Memory>& memories() { return memories_; }
   // Must be called when all memories are settled: each tensor stands for its memory's content.
   void forget_memories() { memories_.clear(); }
-  // Whether `id` is a pending result, or a view of one, without a gradient, a captured write, or
-  // another live tensor on its memory. The result's op must read only graph inputs or nothing.
+  // Whether `id` is a pending result (or a view of one) with no gradient, no captured write and no
+  // other live tensor on its memory. The result's op must read only graph inputs or nothing.
   bool is_fresh(ValueId id) const;
-  // Returns the value that the memory of `id` holds now. Returns `id` if nothing was written there.
+  // Returns the value that the memory of `id` holds now. Returns `id` if nothing was written to it.
   // Writes that overlap `id` in part must have been assembled (deferred_writes.h).
   ValueId current(ValueId id);
   // Returns current(id) if no write to a part of its memory is recorded, else kNone.
@@ -371,16 +371,16 @@ class Graph {
   // (running_statistics.h).
   bool is_stale(const at::Tensor& tensor) const;
   bool has_stale() const { return !stale_.empty(); }
-  // Marks the tensor's storage as stale. No pending op may read it.
+  // Marks the tensor's storage as stale. No pending op may read the storage.
   void note_stale(const at::Tensor& tensor);
   void forget_stale() { stale_.clear(); }
 
   // Returns the identity of the value's base, for signatures and call keys.
   uint64_t identity(const Value& value) const;
-  // Returns the identity of the next new graph input that requires grad, after `ahead` others.
+  // Returns the identity of a graph input that requires grad and is added after `ahead` others.
   uint64_t identity_of_new(uint32_t ahead) const;
 
-  // Detaches tensors that died on other threads. The owner thread calls this before using tensors.
+  // Detaches tensors that died on other threads. The owner thread must call settle_orphans() first.
   void settle_orphans();
 
   // Empties the graph and returns its tape. The caller must materialize the pending tensors of the
@@ -392,17 +392,17 @@ class Graph {
   // Selects the nodes that the targets need. Also selects each node that has the signature of a
   // needed node and depends on no unselected node. (The node fits into a batch now, and would need
   // a separate batch later.) Without targets, selects all reachable nodes. Unreachable nodes become
-  // kGone. The result is in capture order. The time is proportional to the numbers of selected
-  // nodes and of changes since the last read.
+  // kGone. The result is in capture order. The time is proportional to the number of selected nodes
+  // plus the number of changes since the last read.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
   // Selects at least `least` ready nodes (operands computed or selected), or all if there are
-  // fewer. Repeatedly takes all nodes of one signature: the signature with the most ready nodes.
+  // fewer. Repeatedly selects all ready nodes of the signature with the most ready nodes.
   std::vector<NodeId> choose_ready(size_t least);
   // Selects nodes that run in about the time that `costs` allows. In each round every signature has
   // one turn. The signature with the most ready nodes is first. A turn selects the ready nodes of
-  // the signature, the earliest first, until no time is left. A node normally runs at the latest in
-  // the round after it became ready. If its signature's turn has no time for the node, it runs
-  // right after the nodes that became ready earlier.
+  // the signature, the earliest first, until no time is left. A node normally runs no later than in
+  // the round after it became ready. If no time is left for a node, the node runs right after the
+  // nodes that became ready earlier.
   std::vector<NodeId> choose_slice(SliceCosts& costs);
   // Number of nodes still to be run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
@@ -412,8 +412,8 @@ class Graph {
   bool may_be_read(ValueId base);
   size_t num_computed() const { return num_computed_; }
   // Marks the nodes `ran` of `chosen` as computed: their results are stored in the open record's
-  // slabs, where later nodes may read them. If `all` is true, no node failed, and the other chosen
-  // nodes are not needed, because nodes in `ran` do their work.
+  // slabs, where later nodes may read them. If `all` is true, no node failed, and nodes in `ran`
+  // replace the other chosen nodes.
   void note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all);
   // Releases the memory of a computed result if no tensor and no waiting node refers to it.
   void review(ValueId base);
@@ -450,7 +450,7 @@ class Graph {
   friend class Splitter;
   friend class Compactor;
   struct Progress;
-  // Returns the value of `id` in written memory: `content` or a view of it, one per view and write.
+  // Returns the value of `id` in written memory: `content`, or a view of it (kept in `views`).
   ValueId view_of_content(Memory& memory, ValueId id);
   void bury_orphans();  // the caller holds orphans_mutex()
   void lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& graph_input);
@@ -488,7 +488,7 @@ class Graph {
   // for.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
-  uint32_t next_trained_ = 0;  // for graph inputs that require grad
+  uint32_t next_trained_ = 0;  // number of the next graph input that requires grad
   uint64_t numbering_ = 0;
   uint16_t last_call_ = 0;
   uint64_t renumbered_ = 0;  // makes identities differ from the ones of former numberings

@@ -20,8 +20,8 @@ struct HeldMemory {
   uint32_t version = 0;
   // The data of the storage begins with the base's first element.
   c10::weak_intrusive_ptr<c10::StorageImpl> storage;
-  // The same storage if a tensor with another version counter shares it, else null. Eager's saved
-  // tensors keep the storage alive, so the record keeps it alive too.
+  // The same storage if a tensor with another version counter shares the storage, else null.
+  // Eager's saved tensors keep the storage alive, so the record also keeps the storage alive.
   c10::Storage kept;
 };
 
@@ -47,7 +47,7 @@ class HeldMemories {
  private:
   HeldMemory* find(const c10::Storage& storage);
 
-  std::vector<HeldMemory> all_;  // each has a storage of its own
+  std::vector<HeldMemory> all_;  // all have different storages
   // Indices into all_, sorted by storage; empty: not made yet.
   std::vector<std::pair<const c10::StorageImpl*, uint32_t>> by_storage_;
   bool released_ = false;

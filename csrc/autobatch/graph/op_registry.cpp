@@ -63,8 +63,8 @@ constexpr Override kOverrides[] = {
     {"aten::new_full", Action::kFactory},
     {"aten::new_empty", Action::kFactory},
     {"aten::new_empty_strided", Action::kFactory},
-    // Ops that may return their argument or views of it. Some of their schemas do not declare this
-    // result.
+    // Ops that may return their argument or views of it. Some schemas do not declare that the
+    // result may alias the argument.
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
     {"aten::conj_physical", Action::kDecompose},
@@ -85,7 +85,7 @@ constexpr Override kOverrides[] = {
     // Composite ops without a batching rule that call ops with a batching rule.
     {"aten::column_stack", Action::kDecompose},
     {"aten::take_along_dim", Action::kDecompose},
-    // The products that these ops call have rules for instances of any size.
+    // Ops that call matrix products. The rules of matrix products accept instances of any size.
     {"aten::einsum", Action::kDecompose},
     {"aten::tensordot", Action::kDecompose},
     {"aten::outer", Action::kDecompose},
@@ -101,7 +101,8 @@ constexpr Override kOverrides[] = {
     // Ops that address memory by absolute offsets, which differ in a batch.
     {"aten::as_strided_copy", Action::kAtOnce},
     {"aten::as_strided_scatter", Action::kAtOnce},
-    // The shape is static unless an index is a mask, which the Meta kernel rejects.
+    // The result's shape depends on values only if an index is a mask. The Meta kernel rejects
+    // masks.
     {"aten::index", Action::kDefer},
     // The op that stands for a custom autograd.Function.
     {"autobatch::custom_function", Action::kDefer},
@@ -111,7 +112,7 @@ constexpr Override kOverrides[] = {
 };
 
 // Ops that are worth batching even if every argument is an ordinary tensor. A frozen model under
-// no_grad must batch like a trained one, and C++ cannot distinguish a parameter from other tensors.
+// no_grad must also be batched, and C++ cannot distinguish its parameters from other tensors.
 constexpr std::string_view kAlwaysDefer[] = {
     "aten::mm",    "aten::matmul", "aten::addmm",  "aten::bmm",       "aten::baddbmm",
     "aten::addmv", "aten::mv",     "aten::einsum", "aten::tensordot", "aten::inner"};
@@ -258,6 +259,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
     if (info->action == Action::kDefer && op.hasTag(at::Tag::pointwise) && !random) {
       info->rules.push_back(&rule_of_tagged_ops());
     }
+    info->decomposition = find_decomposition(info->name);
     if (info->view != nullptr) info->action = Action::kView;
     if (!info->rules.empty()) info->action = Action::kDefer;
     for (const Override& entry : kOverrides) {

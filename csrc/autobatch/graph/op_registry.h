@@ -1,5 +1,5 @@
-// The way in which each op is captured. A table contains overrides. For all other ops, the defaults
-// are derived from the schema.
+// Defines how each op is captured. A table lists the ops with a special treatment. For all other
+// ops, the treatment follows from the schema.
 #pragma once
 
 #include "autobatch/export.h"
@@ -14,6 +14,7 @@
 namespace autobatch {
 
 class Rule;
+struct Decomposition;
 
 enum class Action : uint8_t {
   kDefer,     // becomes a node
@@ -42,15 +43,15 @@ enum class WriteKind : uint8_t {
 enum class InPlaceFormula : uint8_t {
   kSame,
   kNone,             // no formula: backward raises an error
-  kOfPositiveSlope,  // from the result, which is correct only if argument 1 is not negative
+  kOfPositiveSlope,  // uses the result; correct only if argument 1 is not negative
 };
 
 struct OpInfo {
   OpInfo(const c10::OperatorHandle& op, std::string op_name)
       : handle(op), name(std::move(op_name)) {}
 
-  // Returns the action for a call. A kMutate op becomes kDefer if these arguments make it write
-  // nothing.
+  // Returns the action for a call. The action of a kMutate op is kDefer if the op writes nothing
+  // with these arguments.
   Action action_on(at::ArrayRef<c10::IValue> arguments) const;
   // Whether autocast casts arguments of the op.
   bool casts(const DispatchContext& context) const {
@@ -65,6 +66,7 @@ struct OpInfo {
   std::string name;  // "aten::add.Tensor"
   Action action = Action::kAtOnce;
   std::vector<const Rule*> rules;  // native rules, in the order in which they are tried
+  const Decomposition* decomposition = nullptr;  // used if no native rule covers a call
   ViewFunction view = nullptr;     // for kView; null: the Meta kernel computes the view
   uint64_t weight_arguments = 0;   // bit i: argument i is a weight, judging by its name
   uint64_t written_arguments = 0;  // bit i: argument i is written to
@@ -94,10 +96,12 @@ struct OpInfo {
 const OpInfo& op_info(const c10::OperatorHandle& op);
 AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
-// --- implemented in rules/rule.cpp and rules/elementwise_by_tag.cpp ---
+// --- implemented in rules/ ---
 
 // Returns the native rules for the op ("aten::add.Tensor"), in the order in which they are tried.
 std::vector<const Rule*> find_native_rules(std::string_view op);
+// Returns the decomposition of the op, or null (rules/decompositions.h).
+const Decomposition* find_decomposition(std::string_view op);
 // The rule for any elementwise op. Instances may have different lengths.
 const Rule& rule_of_tagged_ops();
 

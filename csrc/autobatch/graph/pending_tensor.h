@@ -33,9 +33,9 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
 
   // --- for the graph, which holds no strong references to its tensors ---
 
-  // Makes the graph hold a weak reference until it has detached the tensor or the tensor is no
-  // longer pending. The last strong reference may be dropped on any thread while the graph's thread
-  // uses the tensor.
+  // Makes the graph hold a weak reference until the graph has detached the tensor or the tensor is
+  // no longer pending. The weak reference is needed because another thread may drop the last strong
+  // reference while the graph's thread uses the tensor.
   void keep_memory();
   // Returns a strong reference, or null if no strong reference is left.
   c10::intrusive_ptr<PendingTensor> hold();
@@ -61,7 +61,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
 
   // --- for a host that keeps its tensor objects for reuse ---
 
-  // Marks the tensor as made by such a host.
+  // Marks the tensor as made by a host that keeps its tensor objects for reuse.
   void allow_rest() { may_rest_ = true; }
   // Removes the tensor from its graph and resets its autograd metadata. Returns false and changes
   // nothing if the tensor cannot be reused. A reusable tensor is pending, belongs to this thread,
@@ -77,7 +77,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // `memory`.
   void become(const at::Tensor& memory, int64_t offset);
   // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
-  // error with `reason` (the failure that the tensor depends on).
+  // error with `reason`, which describes the failure that caused the loss.
   void lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
   const std::shared_ptr<const std::string>& reason() const { return lost_; }
@@ -109,7 +109,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   bool is_kept_ = false;
   bool may_rest_ = false;
   bool has_new_flags_ = true;        // the flags about strides are as in a new tensor
-  PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless PyTorch has replaced that
+  PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless PyTorch has replaced it
   std::shared_ptr<const std::string> lost_;
 };
 

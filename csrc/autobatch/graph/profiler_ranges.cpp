@@ -33,7 +33,7 @@ void ProfilerState::restore() const {
 std::string describe_operands(const Tape& tape, const Node& node) {
   std::string out = "(";
   const char* separator = "";
-  constexpr size_t kMost = 8;  // operands shown of a long list
+  constexpr size_t kMost = 8;  // maximum number of operands in the text
   size_t shown = 0;
   for (ValueId id : tape.operands_of(node)) {
     out += separator;

@@ -32,13 +32,13 @@ class ProfilerRange {
   ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
-  std::string name_;  // record_ points to it, and is destroyed first
+  std::string name_;  // record_ points to the name, and is destroyed before the name
   at::RecordFunction record_{at::RecordScope::FUNCTION};
 };
 
-// The part of a thread's state that belongs to profilers. A flush runs in the thread state from
-// before the scope. However, a profiler that was started or stopped inside the scope must stay on
-// or off.
+// The part of a thread's state that belongs to profilers. A flush runs in the thread state that was
+// current before the scope. However, a profiler that was started or stopped inside the scope must
+// stay on or off.
 class ProfilerState {
  public:
   // Must be called inside a ThreadLocalStateGuard, which restores the former state later.
@@ -49,8 +49,8 @@ class ProfilerState {
   std::shared_ptr<c10::ThreadLocalDebugInfo> info_ = c10::ThreadLocalDebugInfo::current();
 };
 
-// Whether a profiler records the arguments of ops (record_shapes). Such a profiler queries the
-// storage of each tensor, like a raw read of the data.
+// Whether a profiler records the arguments of ops (record_shapes). A profiler that records
+// arguments queries the storage of each tensor, like a raw read of the data.
 bool profiler_records_arguments();
 
 // Returns the operands of the node as text: "(Float[1, 128], Float[384, 128], None)".

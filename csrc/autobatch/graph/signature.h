@@ -56,7 +56,7 @@ struct Signature {
   uint64_t position = 0;               // position within that line (Place::position)
   uint64_t scope = 0;                  // id of the last scope that captured it
   std::string note;                    // for the report: why its batches run as they do
-  // For each set of operands that require grad: the operands and results that eager saves
+  // Maps each set of operands that require grad to the operands and results that eager saves
   // (saved_tensor_check.cpp).
   std::unordered_map<uint64_t, uint64_t> saved;
   Signature* next = nullptr;  // next entry of the table with the same hash
@@ -146,8 +146,8 @@ void append_list_start(Words& key, size_t size) {
 }
 
 // Appends the argument's whole content to the key, so that equal keys mean equal arguments. Returns
-// false for a value without comparable content (a Generator, an object): such a call is not
-// batchable.
+// false for a value without comparable content, such as a Generator. A call with such a value
+// cannot be batched.
 bool append_constant(Key& key, const c10::IValue& value);
 
 }  // namespace autobatch

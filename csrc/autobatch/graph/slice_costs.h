@@ -1,7 +1,9 @@
-// Measured times of batches, for choosing a part of a graph that runs for about a given time.
+// Measures the times of batches. The times are used to choose a part of a graph that runs for about
+// a given time.
 //
 // Because times are measured, the machine and the arrival times of requests affect which part runs
-// first. The values do not change, except that rounding may differ between batch sizes.
+// first. The computed values do not depend on measured times, except that rounding may differ
+// between batch sizes.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -45,11 +47,12 @@ class SliceCosts {
   // pending, requests wait much longer than one slice takes, and larger batches finish all requests
   // sooner.
   static constexpr double kLeastSlices = 8;
-  // Fixed cost of a slice, for planning and bookkeeping. Nanoseconds.
+  // Fixed cost of planning and bookkeeping for one slice, in nanoseconds.
   static constexpr double kSlice = 20e3;
-  // Assumed time of a batch without any measurement. Nanoseconds.
+  // Assumed time of a batch if nothing was measured, in nanoseconds.
   static constexpr double kUnknown = 20e3;
-  // Limit of `rows_`, more signatures than models have. At the limit all measurements are dropped.
+  // Maximum size of `rows_`. Models have fewer signatures than this. When the maximum is reached,
+  // all measurements are dropped.
   static constexpr size_t kMostKept = size_t{1} << 14;
 
   double bound_ = 1e6;

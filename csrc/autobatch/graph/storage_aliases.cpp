@@ -62,7 +62,7 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
   }
   const at::Tensor memory = at::empty({extent}, tensor.options().requires_grad(false));
   const at::Tensor copy = memory.as_strided(tensor.sizes(), tensor.strides());
-  // Copies the range of memory as it is: expanded elements share memory in the copy too.
+  // Copies the whole memory range once, so expanded elements also share memory in the copy.
   memory.copy_(tensor.detach().as_strided({extent}, {1}));
   return copy;
 }

@@ -1,5 +1,5 @@
-// Memory that is reached through several version counters (`x.data`, `set_`): no single counter
-// counts all writes to it.
+// Finds memory that is reached through several version counters (`x.data`, `set_`). No single
+// counter counts all writes to such memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -20,8 +20,8 @@ struct CaptureState {
   Scope* paused = nullptr;          // open scope that is paused (payoff.h), or null
   uint64_t calls = 0;               // counted by count_call (payoff.h)
   uint64_t resume_at = 0;           // value of `calls` at which the paused scope captures again
-  CellTrace* trace = nullptr;       // of the cell call that is being traced
-  FormulaTrace* formula = nullptr;  // of the derivative formula that is being traced
+  CellTrace* trace = nullptr;       // records the cell call that is being traced, or null
+  FormulaTrace* formula = nullptr;  // records the derivative formula that is being traced, or null
   bool eager = false;               // in batch(enabled=False) inside the scope
   bool captures_data = false;       // captures calls even if all tensors are from outside the scope
   bool may_flush = true;            // if false, a flush raises an error

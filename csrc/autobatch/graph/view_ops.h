@@ -1,5 +1,5 @@
-// Views as address arithmetic: computes the geometry of a view op's results over the memory of its
-// argument, with PyTorch's own argument checks.
+// Implements view ops by address arithmetic. Computes the sizes, strides and offsets of a view op's
+// results in the memory of its argument. Checks the arguments as PyTorch does.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -41,7 +41,8 @@ extern const CpuKernels kernels_avx512;
 const CpuKernels* cpu_kernels();
 bool has_cpu_kernels(c10::ScalarType dtype);
 
-// The same as ATen's grain size. Below this many elements a second thread costs more than it saves.
+// The same as ATen's grain size. With fewer elements, a second thread costs more time than it
+// saves.
 constexpr int64_t kGrainElements = 32768;
 
 }  // namespace autobatch

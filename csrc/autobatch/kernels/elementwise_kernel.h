@@ -11,8 +11,7 @@
 namespace autobatch {
 namespace {
 
-// --- the functions of elementwise_ops.inc, for one vector. They are ATen's
-// (aten/src/ATen/native/cpu) ---
+// --- the functions of elementwise_ops.inc for one vector (as in aten/src/ATen/native/cpu) ---
 
 #define AUTOBATCH_MEMBER(name) \
   template <class V>           \

@@ -8,7 +8,8 @@
 
 namespace autobatch {
 
-// What a step computes for each element, from `a` and `b`.
+// The operation of a step. It computes each element of the result from an element of `a` and, for
+// some ops, an element of `b`.
 enum class ElementwiseCode : uint8_t {
   kCopy,
   kNeg,

@@ -13,7 +13,7 @@ namespace autobatch {
 namespace {
 
 // Bytes that the steps of one block write. A block of this size stays in a core's own cache. The
-// loops of a step are still so long that the cost of starting them is small.
+// loops over a block are long enough that the cost of starting a loop is small.
 constexpr int64_t kBlockBytes = int64_t{1} << 16;
 
 }  // namespace

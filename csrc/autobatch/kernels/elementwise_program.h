@@ -1,8 +1,8 @@
 // An elementwise program runs several elementwise ops over the rows of a batch. It runs all ops for
 // one block of rows before the next block, so an op reads the results of earlier ops from the
 // cache. A result that only the program reads has memory for one block. On CPUs, programs run with
-// AVX2 or AVX-512, for float and double. The vectors and functions are those of ATen's own kernels
-// and of torch.compile (Sleef's functions, except for tanh of floats).
+// AVX2 or AVX-512, for float and double. Programs use the same vector types and functions as ATen's
+// own kernels and torch.compile. The functions are Sleef's, except for tanh of floats.
 #pragma once
 
 #include "autobatch/kernels/elementwise_op.h"

@@ -25,7 +25,7 @@
 namespace autobatch {
 namespace {
 
-// Below this many bytes a second thread costs more than it saves.
+// With fewer bytes, a second thread costs more time than it saves.
 constexpr int64_t kGrainBytes = 1 << 17;
 
 const char* address(const Region& region) {

@@ -27,13 +27,13 @@ struct Region {
 
 using Regions = std::vector<Region>;
 
-// How the regions of a batch's members are arranged in memory.
+// The arrangement of the regions of a batch's members in memory.
 struct Layout {
   bool uniform = true;  // all have the same geometry
   bool same_buffer = true;
   bool same = true;         // all are the same region
   bool regular = true;      // one buffer, one geometry, offsets offset[0] + m * step
-  bool consecutive = true;  // one buffer, contiguous, each starting where the one before ends
+  bool consecutive = true;  // one buffer, contiguous, each starts at the previous one's end
   int64_t step = 0;         // elements from one region to the next, if regular
   int64_t numel = 0;        // of all regions together
 };
@@ -93,8 +93,8 @@ void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
 // target[indices[r]] += rows[r], without the rows whose index is `skip`. `target` is [V, D],
-// contiguous. `times`: `rows` consists of times.size() blocks of equal size; block b is added
-// times[b] times, each time to the rows at the next indices. `fresh`: whether the target is
+// contiguous. If `times` is given, `rows` consists of times.size() blocks of equal size. Block b is
+// added times[b] times, and each time the next indices are used. `fresh`: whether the target is
 // uninitialized. Rows of a fresh target that receive no addition become zero.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
                     int64_t skip, at::IntArrayRef times = {}, bool fresh = false);

@@ -1,5 +1,5 @@
-// The functions of gather.h for devices other than the CPU. They use kernels of this library if the
-// device has any, else ATen calls.
+// The functions of gather.h for devices other than the CPU. If this library has kernels for the
+// device, the functions use them, else ATen calls.
 #pragma once
 
 #include "autobatch/export.h"
@@ -13,9 +13,9 @@ void scatter_add_on_device(const at::Tensor& values, const Regions& regions);
 void copy_regions_on_device(const Regions& from, const Regions& to);
 void add_regions_on_device(const Regions& from, const Regions& to);
 
-// Writes the row of each lookup to `out`, one member after the other: int64 [lookups]. An index
-// out of range gives a row that no tensor has. Returns false and does nothing if the device has no
-// kernel for it.
+// Writes the row of each lookup to `out`, one member after the other: int64 [lookups]. For an index
+// out of range, writes a row number that no tensor has. Returns false and does nothing if the
+// device has no kernel for it.
 bool find_rows_on_device(const RowQuery& query, const at::Tensor& out);
 
 // Implementations by ATen calls, for any device.

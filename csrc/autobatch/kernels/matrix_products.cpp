@@ -14,9 +14,8 @@
 namespace autobatch {
 namespace {
 
-// kLarge: the number of multiply-adds from which a BLAS is faster than the kernel, including the
-// cost of the call. kMostTerms: the largest number of terms that the kernel sums one after the
-// other.
+// kLarge: a product with at least this many multiply-adds is faster in a BLAS, including the cost
+// of the call. kMostTerms: the largest number of terms that the kernel sums one after the other.
 constexpr int64_t kLarge = int64_t{1} << 18;
 constexpr int64_t kMostTerms = 1024;
 

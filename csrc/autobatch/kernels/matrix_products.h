@@ -1,8 +1,8 @@
-// Products of a batch in which each member has its own matrices, of any sizes. The kernels read
-// each matrix in place and add its gradient in place. The kernels are for vectors and small
-// matrices, for which a BLAS call takes longer than the product itself. One BLAS call for several
-// members would require a copy of their matrices into one tensor. The kernels exist for CPUs with
-// AVX2 or AVX-512, in float and double. Large products go to at::mm.
+// Computes the products of a batch in which each member has its own matrices, of any sizes. The
+// kernels read each matrix in place and add its gradient in place. The kernels are for vectors and
+// small matrices, for which a BLAS call takes longer than the product itself. One BLAS call for
+// several members would require a copy of their matrices into one tensor. The kernels exist for
+// CPUs with AVX2 or AVX-512, in float and double. Large products go to at::mm.
 #pragma once
 
 #include "autobatch/kernels/gather.h"

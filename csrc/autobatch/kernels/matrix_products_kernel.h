@@ -111,7 +111,7 @@ class MatrixProductRun {
   // --- two matrices ---
 
   static constexpr int64_t kTileRows = 4;
-  static constexpr int64_t kTileVectors = 2;  // times kTileRows: 8 sums hide the latency of a sum
+  static constexpr int64_t kTileVectors = 2;  // 4 * 2 sums at a time hide the latency of an add
   static constexpr int64_t kTileColumns = kTileVectors * kLanes;
 
   // out (+)= left right, in tiles of some rows and vectors. Vectors of `right` are read from a copy

@@ -1,6 +1,6 @@
 // Copies of weights that make many small products faster. A copy is made at most once for all
 // batches of a flush, or of a level of backward. No copy is kept for the next flush or level,
-// because the weight may be written to before.
+// because the weight may change before then.
 #pragma once
 
 #include <ATen/core/Tensor.h>

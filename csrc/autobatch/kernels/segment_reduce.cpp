@@ -22,9 +22,9 @@ namespace {
 
 using at::Tensor;
 
-// Up to this many rows are summed one after the other.
+// Maximum number of rows that are summed one after the other.
 constexpr int64_t kPlainRows = 16;
-// Below this many elements a second thread costs more than it saves.
+// With fewer elements, a second thread costs more time than it saves.
 constexpr int64_t kGrain = 1 << 15;
 
 #define DISPATCH_ANY(TYPE, NAME, ...)                                       \
@@ -126,7 +126,7 @@ void sum_on_device(const Tensor& rows, const Counts& counts, Tensor& out) {
 }
 
 // Reduces all segments together, as blocks of equal length. Short segments are padded with copies
-// of their first row. The copies change neither the extreme nor the first row that has it.
+// of their first row. The copies do not change the values or the indices.
 void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, Tensor& values,
                        Tensor& indices) {
   const auto n = static_cast<int64_t>(counts.size());

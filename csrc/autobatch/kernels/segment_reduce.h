@@ -40,8 +40,8 @@ void segment_cumsum(const at::Tensor& rows, const Counts& counts, bool reverse, 
 void segment_prod(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
 // Returns the derivative of segment_prod, by autograd's formulas. If an instance has no zero, the
 // derivative is the product divided by the row. Otherwise it is the product of the segment's other
-// rows. `whole`: whether each instance is one product. The derivative is then 0 if the instance has
-// several zeros. `segments`: number of segments of each instance.
+// rows. `whole`: whether each instance is one product. If so, the derivative is 0 for an instance
+// with several zeros. `segments`: number of segments of each instance.
 at::Tensor product_gradient(const at::Tensor& rows, const Counts& counts, const Counts& segments,
                             bool whole);
 

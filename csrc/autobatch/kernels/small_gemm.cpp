@@ -30,12 +30,12 @@ using at::Tensor;
 // rows. Calls with more rows are not faster.
 constexpr int64_t kRows = 16;
 constexpr int64_t kTurnedRows = 64;  // if rows of a weight replace those of x; few sizes occur
-// The kernel sums one term after the other. If there are more terms than this, it first sums parts,
-// as a BLAS does.
+// The kernel sums one term after the other. If there are more than kDepth terms, the kernel sums
+// them in parts, as a BLAS does.
 constexpr int64_t kDepth = 1024;
 // Bytes of the matrix that stay in the cache while all rows of x are multiplied.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-constexpr size_t kMostShapes = 512;  // a shape has at most 64 kernels of 19 KB, mostly few
+constexpr size_t kMostShapes = 512;  // a shape has up to 64 kernels of 19 KB, usually few
 // kGrain: number of multiply-adds that justify a thread. kPart: number of columns (or rows) in a
 // thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
@@ -221,7 +221,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
   const Tensor result = pooled_empty({m, width}, x.options());
   auto* to = result.mutable_data_ptr<float>();
   auto* from = rows.mutable_data_ptr<float>();
-  if (n < width) {  // the products of the padding are unused, but garbage may make them slow
+  if (n < width) {  // zeros, because products with arbitrary padding may be slow
     for (int64_t i = 0; i < k; ++i) std::fill_n(from + i * width + n, width - n, 0.0F);
   }
   cpu_kernels()->turn(x.const_data_ptr<float>(), x.stride(0), n, k, from, width);

@@ -5,8 +5,8 @@
 
 namespace autobatch {
 
-// Returns a copy of a host tensor on `device`. Does not wait until the copy is done: the source is
-// pinned memory, which the allocator keeps until then.
+// Returns a copy of a host tensor on `device`. Does not wait for the copy. The source is pinned
+// memory, which the allocator does not reuse before the copy is done.
 at::Tensor to_device(const at::Tensor& numbers, c10::Device device);
 
 }  // namespace autobatch

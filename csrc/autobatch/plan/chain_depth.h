@@ -1,6 +1,5 @@
 // Length of the longest chain of dependent ops over all flushes of a block (Report::depth). No
-// schedule can run a chain in fewer launches than its length. Therefore at least this number of
-// launches is needed, even if no value is read.
+// schedule can run a chain in fewer launches than its length, even if no value is read.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"

@@ -15,7 +15,8 @@ namespace {
 // it is divided within these limits.
 constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
 constexpr int64_t kMostParts = 16;
-// Minimum size of a divided batch in bytes. Smaller batches save too little memory for more calls.
+// Minimum size of a divided batch in bytes. Dividing a smaller batch adds calls but saves little
+// memory.
 constexpr int64_t kLeastBatch = int64_t{1} << 20;
 
 class Divider {
@@ -74,8 +75,8 @@ class Divider {
     return first_uses_[graph_.members(batch)[i]].batch;
   }
 
-  // Returns false if the batch stays whole. A batch with a result that no batch reads is not
-  // divided. The user holds such a result, and it has to leave its slab soon.
+  // Returns false if the batch stays whole. A batch is not divided if no batch reads one of its
+  // results. The user holds this result, so it will soon be copied out of its slab.
   bool divide(uint32_t b) {
     const BatchRecord& batch = batches_[b];
     const int64_t of_first = bytes(batch, 0);

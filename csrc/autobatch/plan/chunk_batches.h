@@ -1,5 +1,5 @@
-// Divides batches with large results that are read at different times into parts. To lower peak
-// memory, each part runs right before the first read of its results, and the results are freed
+// Divides a batch into parts if its results are large and are read at different times. To lower
+// peak memory, each part runs right before the first read of its results, and the results are freed
 // after their last read. Backward runs the batches in reverse order, so the division also lowers
 // the memory of gradients.
 #pragma once

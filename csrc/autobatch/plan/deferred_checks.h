@@ -1,7 +1,7 @@
-// Deferred assertions are checks of a program on a pending value (`if not valid.all(): raise ...`).
-// The program continues as if the check passed. The flush that computes the value evaluates the
-// check. The exception of a failed check is created by the program's own code, through the host
-// (host_hooks.h).
+// Deferred assertions are checks of the user's code on a pending value (`if not valid.all(): raise
+// ...`). The user's code continues as if the check had passed. The flush that computes the value
+// evaluates the check. The exception of a failed check is created by the user's code, through the
+// host (host_hooks.h).
 #pragma once
 
 #include "autobatch/export.h"
@@ -63,7 +63,7 @@ class DeferredChecks {
   bool settle(const Find& find, const CauseOf& cause_of);
 
   // Returns the exception of the owner's first failed check, or null if none failed. A failed check
-  // stays until drop() or clear(), because the program may catch the exception in a place where
+  // stays until drop() or clear(), because the user's code may catch the exception in a place where
   // eager mode would not have raised it.
   std::exception_ptr failure_of(Owner owner);
   bool has_failed(Owner owner) const;

@@ -201,8 +201,8 @@ void FlushGraph::make_list_room(uint32_t nodes, size_t inputs) {
   reads_ = read_memory_.get();
 }
 
-// Returns the number of a signature among the kinds. Adds it if it is new, as a copy of `like`, the
-// kind that its node had before.
+// Returns the index of the signature's kind. If the signature is new, adds a kind. The new kind is
+// a copy of `like`, the former kind of the node, with the new signature.
 uint32_t FlushGraph::number_of(Signature* signature, const Kind& like) {
   if (signature->local == kNone) {
     signature->local = static_cast<uint32_t>(kinds_.size());

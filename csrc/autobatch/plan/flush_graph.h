@@ -18,8 +18,8 @@ namespace autobatch {
 
 class FlushGraph {
  public:
-  // One operand that is a result of another node of the graph, producers(number)[i]. A Read is
-  // packed into 32 bits, because there are many Reads.
+  // One operand that is a result of another node of the graph. For reads(number)[i], the other node
+  // is producers(number)[i]. A Read is packed into 32 bits, because there are many Reads.
   class Read {
    public:
     Read(uint32_t result, uint32_t slot) : word_(result << 8 | std::min(slot, kLastSlot)) {}
@@ -63,7 +63,7 @@ class FlushGraph {
     uint32_t first_slot;   // slot of the first operand of `merged` among the reader's new operands
   };
   // Applies the merges and removes the merged nodes from the graph. `merges` is sorted by reader.
-  // Each reader reads the result of no other node of the graph.
+  // Apart from results of merged nodes, a reader must not read results of nodes of the graph.
   void merge(std::span<const Merge> merges);
 
   uint32_t size() const { return size_; }

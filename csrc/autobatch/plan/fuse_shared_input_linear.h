@@ -15,7 +15,7 @@ struct Sibling {
   int64_t first = 0, width = 0;  // its columns in the fused result
   size_t weight = 0, bias = 0;   // operand slots; bias 0: no bias
   bool by_row = true;            // true: the weight is [N, K]; false: [K, N]
-  // Bit k: the gradient of the subgraph's result k flows to this product.
+  // Bit k is set if the gradient of the subgraph's result k flows to this product.
   uint8_t results = 0;
 };
 
@@ -23,8 +23,8 @@ struct Sibling {
 // the weight and bias (if any) of each sibling.
 std::shared_ptr<const Rule> make_siblings_rule(std::vector<Sibling> siblings, int64_t k);
 
-// Replaces each group of sibling products by one node. Subgraph::captured then holds the tape as it
-// was before. Returns the number of groups.
+// Replaces each group of sibling products by one node. Subgraph::captured then holds the original
+// tape. Returns the number of groups.
 size_t fuse_shared_input_linear(Subgraph& subgraph, GeometryTable& geometries);
 
 }  // namespace autobatch

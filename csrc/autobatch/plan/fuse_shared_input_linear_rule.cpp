@@ -1,5 +1,5 @@
-// The rule for products of one x with several weights (fuse_shared_input_linear.h): one GEMM where
-// that is faster.
+// The rule for products of one x with several weights (fuse_shared_input_linear.h). If one GEMM is
+// faster than separate products, the rule concatenates the weights.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/packed_weights.h"
 #include "autobatch/kernels/small_gemm.h"

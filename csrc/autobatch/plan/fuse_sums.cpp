@@ -54,8 +54,8 @@ class SumFuser {
     }
   }
 
-  // Whether some sum may have kLeastTerms terms. The count does not access the scattered operands.
-  // The result is false for most graphs.
+  // Whether some sum may have kLeastTerms terms. The function does not read the operands, which are
+  // scattered in memory. The function returns false for most graphs.
   bool may_have_sums(std::span<const uint8_t> may_add) const {
     std::vector<uint8_t> terms(graph_.size(), 0);
     size_t most = 0;
@@ -230,12 +230,12 @@ class SumFuser {
   // By node number: number of terms of an addition, kLeastTerms at most.
   std::vector<uint8_t> terms_;
   std::vector<NodeId> additions_;
-  // By node number: the node is part of a sum that another node ends.
+  // By node number: whether the node is part of a sum that ends in another node.
   std::vector<uint8_t> is_inner_;
   std::optional<ReaderCounts> readers_;
   size_t most_terms_ = 0;
   size_t num_sums_ = 0;  // fused so far
-  // Of the sum that find_terms() has found last.
+  // Results and stack of the last call of find_terms().
   std::vector<ValueId> terms_of_sum_, stack_;
   std::vector<NodeId> parts_;
 };

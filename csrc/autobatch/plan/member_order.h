@@ -20,7 +20,7 @@ struct FirstUse {
 
 struct MemberOrder {
   std::vector<FirstUse> first_uses;  // by node number
-  size_t num_sorted = 0;             // runs of members of one weight that changed their order
+  size_t num_sorted = 0;             // number of runs of one weight whose order changed
 };
 
 // Reorders the members within `batches`, the schedule of `graph`. Members with the same weight stay

@@ -44,7 +44,7 @@ struct OutputSpan {
   int64_t length = 0;            // elements
   // A batch reads this span and the next or previous span of the same output as one range.
   bool spanning = false;
-  bool goes_on = false;  // one range with the span `before`
+  bool goes_on = false;  // forms one range with the span `before`
   bool held = false;     // some result is held by the user or read by a later flush
 };
 
@@ -347,7 +347,7 @@ class Placer {
     }
   }
 
-  // Fills Store::places in capture order, which is their order in memory.
+  // Fills Store::places in capture order, which is the order of its entries in memory.
   void place_even() {
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const NodeSlot spot = slots_[number];

@@ -1,5 +1,5 @@
-// Memory planning: chooses the memory of all results and its lifetime, for all batches of a flush
-// before it runs.
+// Memory planning. Before a flush runs, chooses the memory of all results of its batches, and the
+// lifetime of this memory.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"
@@ -12,8 +12,8 @@ struct PlacementNeeds {
   size_t first_batch = 0;  // earlier batches have run already
   const FlushGraph& graph;
   bool keep_all = false;  // slabs are freed only at the end of the flush
-  // If no later node reads any result: the values that are held by tensors, possibly with
-  // duplicates. If null, place_values searches for held values.
+  // The values that tensors hold, possibly with duplicates. May be set only if no later node reads
+  // any result. If null, place_values searches for held values.
   const std::vector<ValueId>* held = nullptr;
 };
 

@@ -12,7 +12,7 @@
 namespace autobatch {
 namespace {
 
-// Passes before scheduling, in their order. A pass that is short can be a function here.
+// Passes before scheduling, in their order. A short pass can be a function in this file.
 struct GraphPass {
   Switch on;
   // Returns the number of rewrites.

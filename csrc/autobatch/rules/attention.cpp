@@ -1,7 +1,7 @@
 // Scaled dot product attention over instances of any length. Instances of different lengths form
-// one batch. The batch makes separate calls for each length, on views of the slabs. Alternatives
-// were measured on a CPU. Padding all members to one length takes twice the time. Joining a few
-// members in one call saves almost no time, except for short members.
+// one batch. The batch makes separate calls for each length, on views of the slabs. On a CPU,
+// separate calls take half the time of one call with all members padded to one length. Joining a
+// few members in one call saves almost no time, except for short members.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
@@ -50,7 +50,7 @@ double scale_of(const BatchView& batch) {
 }
 
 // Converts a boolean mask (true: attend) to the numbers 0 or -inf, which are added to the scores.
-// Returns other masks unchanged.
+// Returns a mask of any other dtype unchanged.
 Tensor as_numbers(const Tensor& mask, const Tensor& like) {
   if (mask.scalar_type() != at::kBool) return mask;
   const Tensor zero = at::zeros({}, like.options());
@@ -58,7 +58,7 @@ Tensor as_numbers(const Tensor& mask, const Tensor& like) {
 }
 
 // Returns the mask of these members, expanded to the `sizes` of the scores, [n, .., Tq, Tk]. The
-// mask operand may have fewer leading dimensions. Undefined if there is no mask.
+// mask operand may have fewer leading dimensions than the scores. Undefined if there is no mask.
 Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef sizes,
                const Tensor& like) {
   if (!batch.given(kMask)) return {};
@@ -131,7 +131,7 @@ class FusedAttentionRule final : public Rule {
     if (mask_requires_grad(builder)) return false;  // the kernel computes no gradient of the mask
     if (builder.operand_value(kQuery).geometry->dim() != 4 || !eager_fuses(builder)) return false;
     const Value& q = builder.operand_value(kQuery);
-    // The layout of eager's kernel: dense, with the dimensions in the memory order of the query.
+    // The result of eager's kernel is dense. Its dimensions have the memory order of the query.
     auto sizes = q.geometry->sizes, strides = q.geometry->strides;
     std::swap(sizes[1], sizes[2]);
     std::swap(strides[1], strides[2]);
@@ -207,7 +207,7 @@ class FusedAttentionRule final : public Rule {
   };
 };
 
-// --- the formula, for all other calls: with dropout, and for operands of other ranks ---
+// --- the formula, for all other calls, such as calls with dropout ---
 
 // Operands are [.., T, width]. The hidden results are the attention weights and, with dropout, the
 // dropout mask, scaled by 1 / (1 - p).
@@ -225,7 +225,7 @@ class PlainAttentionRule final : public Rule {
     const auto scale = scale_of(builder.argument(kScale));
     if (mask_requires_grad(builder) && builder.operand_value(kMask).geometry->overlapping)
       return false;
-    // For other dtypes, eager computes in a different dtype.
+    // If the query is neither float nor double, eager computes in a different dtype.
     if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
     at::DimVector sizes(q.geometry->sizes.begin(), q.geometry->sizes.end());
@@ -331,8 +331,8 @@ class PlainAttentionRule final : public Rule {
     return at::bmm(q, k.mT()).mul_(scale);
   }
 
-  // `gradient` is the gradient of the scores, [B, Tq, Tk]. It is summed over the dimensions along
-  // which the mask is broadcast.
+  // Adds the gradient of the mask. `gradient` is the gradient of the scores, [B, Tq, Tk]. The
+  // function sums `gradient` over the dimensions along which the mask is broadcast.
   static void add_mask_gradient(BackwardBatch& batch, const Members& members,
                                 const Tensor& gradient) {
     const auto n = static_cast<int64_t>(members.size());
@@ -348,7 +348,8 @@ class PlainAttentionRule final : public Rule {
 
 // --- row-major copies ---
 
-// `x.transpose(0, 1).contiguous()`, and the copy within `reshape`, for instances of any length.
+// Runs `x.transpose(0, 1).contiguous()`, and the copy within `reshape`, for instances of any
+// length.
 class ContiguousRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -379,9 +380,10 @@ class ContiguousRule final : public Rule {
   void backward(BackwardBatch& batch) const override { batch.add(0, batch.grad_flat(0)); }
 
  private:
-  // Returns the dimensions in memory order, without those of size 1. The key contains this order,
-  // because copies with different orders occur at different points of a model. If such copies had
-  // one signature, the mean depths that the schedule compares would be distorted.
+  // Returns the dimensions in memory order, without those of size 1. The key contains the memory
+  // order, because copies with different orders occur at different points of a model. If all these
+  // copies had one signature, the policy `agenda` would use a mean depth that is right for none of
+  // them.
   static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
     c10::SmallVector<size_t, 6> order;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

@@ -5,9 +5,9 @@
 
 namespace autobatch {
 
-// Whether member m has a single query, which attends to all keys (no mask), and this library has
-// CPU kernels for its dtype. `batch` is a batch of scaled_dot_product_attention. Its result 0 has
-// the shape of the query, [N, heads, T, width]. Its hidden result 1 is the logsumexp of each row of
+// Whether member m has a single query per head and no mask, and this library has CPU kernels for
+// the query's dtype. `batch` is a batch of scaled_dot_product_attention. Result 0 of this op has
+// the shape of the query, [N, heads, T, width]. The hidden result 1 is the logsumexp of each row of
 // scores, [N, T, heads].
 bool is_attention_step(const BatchView& batch, int64_t m);
 

@@ -12,8 +12,8 @@
 
 namespace autobatch {
 
-// The batch of cell calls for which a subgraph (subgraph.h) runs. The operands of this batch
-// include the weights of the cell, so the gradients of the weights are added to this batch.
+// The batch of cell calls that a subgraph (subgraph.h) computes. The weights of the cell are
+// operands of this batch, so the batch accumulates the gradients of the weights.
 class Enclosing {
  public:
   // Returns where to add the gradient of a graph input that is a weight.
@@ -22,11 +22,11 @@ class Enclosing {
   // Otherwise returns a region without a buffer.
   virtual Region member_target(uint32_t graph_input, int64_t m) = 0;
   virtual bool is_weight(uint32_t graph_input) const = 0;
-  // Returns memory for the gradient of `base` in all members: 1-D, uninitialized.
+  // Returns a 1-D uninitialized tensor for the gradient of `base` in all members.
   virtual at::Tensor gradient_memory(ValueId base, int64_t length) = 0;
   virtual void add_product(uint32_t graph_input, const WeightGradTerm& product) = 0;
   virtual void check_unwritten() const = 0;
-  // Bit k: a gradient has reached result k of the subgraph.
+  // Bit k is set if a gradient has reached result k of the subgraph.
   virtual uint8_t reached() const = 0;
 
  protected:
@@ -64,8 +64,8 @@ class GradAccumulator {
   Enclosing* enclosing() { return enclosing_; }
   // Returns the buffer of a computed result's gradient, zero-filled if no gradient has arrived.
   at::Tensor& buffer(ValueId base);
-  // Fills gradients of these nodes' results with zeros if they have not arrived. Must be called
-  // before the gradients are read.
+  // Fills the gradients of these nodes' results with zeros where no gradient has arrived. Must be
+  // called before the gradients are read.
   void complete(std::span<const NodeId> nodes);
   // Marks the value's node as reached by a gradient that was not written through target().
   void mark_reached(const Value& value);
@@ -106,9 +106,9 @@ class GradAccumulator {
   int64_t count_ = 1;
 };
 
-// A batch in backward. Its members are those that a gradient has reached. Gives access to their
-// operands, to their results and to the gradients of the results. Adds the gradients of their
-// operands.
+// A batch in backward. The members are the nodes that a gradient has reached. The class gives
+// access to the operands and results of the members, and to the gradients of the results. The class
+// also adds the gradients of the operands.
 class BackwardBatch final : public BatchView {
  public:
   BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
@@ -125,14 +125,14 @@ class BackwardBatch final : public BatchView {
   // goes through the result's autograd node.
   void add_to_result(size_t k, const at::Tensor& gradient);
 
-  // Whether these are all members of the batch. If they are, backward can use the data that forward
-  // kept unchanged.
+  // Whether this object contains all members of the batch. If so, backward can use all of the data
+  // that forward kept, without a selection of rows.
   bool complete() const { return members_.size() == record_.count; }
-  // Bit k: a gradient has reached result k of member m. Bit 7 represents result 7 and all later
-  // results.
+  // Bit k is set if a gradient has reached result k of member m. Bit 7 represents result 7 and all
+  // later results.
   uint8_t reached(int64_t m) const { return accumulator_.task().reached[members_[m]]; }
   NodeId member(int64_t m) const { return members_[m]; }
-  // In a subgraph. Bit k: a gradient has reached result k of the subgraph.
+  // For a subgraph only. Bit k is set if a gradient has reached result k of the subgraph.
   uint8_t reached_of_subgraph() const { return accumulator_.enclosing()->reached(); }
   // Returns the positions of these members among all members of the batch.
   std::vector<int64_t> positions() const;
@@ -140,22 +140,21 @@ class BackwardBatch final : public BatchView {
   // Raises eager's error if an operand no longer has the content that forward read. Call before
   // operands are read again.
   void check_unwritten() const;
-  // Like check_unwritten() for all operands, but checks one operand. If eager may save the operand
-  // only for longer instances, call this immediately before the operand is read.
+  // Like check_unwritten(), but checks only one operand. If eager saves the operand only for some
+  // instances, call this function immediately before the operand is read.
   void check_unwritten(size_t slot) const;
 
-  // Return results of the members, which may be hidden.
+  // Return results of the members. The results may be hidden.
   at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
   at::Tensor result_rows(size_t k, int64_t width) { return rows_of(located_results(k), width); }
   at::Tensor result_flat(size_t k) { return flat_of(located_results(k)); }
-  // Return gradients of the results. They are zero if no gradient has arrived.
+  // Return gradients of the results, or zeros if no gradient has arrived.
   at::Tensor grad_stacked(size_t k) { return stacked_of(located_gradients(k)); }
   at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(located_gradients(k), width); }
   at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
 
-  // Whether all members read the same region, and the gradient goes to the same place for all of
-  // them. A detached operand shares memory with the original tensor but does not share its
-  // gradient.
+  // Whether all members read the same region and add the operand's gradient to the same region. A
+  // detached operand and the original tensor share memory, but have separate gradients.
   bool shared(size_t slot) override;
   // Whether a gradient is wanted for the operand of any member.
   bool needs(size_t slot);
@@ -174,20 +173,21 @@ class BackwardBatch final : public BatchView {
   // members' regions are adjacent. Otherwise returns an undefined tensor, and the caller must call
   // `add`. The caller must fill the whole returned tensor.
   at::Tensor fresh(size_t slot);
-  // Like add, for the unchanged gradient of a result. The operand's gradient may share memory with
-  // it.
+  // Like `add`, for an op that passes the gradient of a result on unchanged. The gradients of the
+  // operand and of the result may share memory.
   void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds a gradient [*sizes] that the caller has summed over the members.
   void add_single(size_t slot, const at::Tensor& gradient);
-  // For a shared operand: adds left^T right, or the row sum of left (WeightGradTerm). For a graph
-  // input, products are collected until they have enough rows for one GEMM, at the latest until
+  // For a shared operand: adds left^T right, or the sum of the rows of `left` (WeightGradTerm). The
+  // products for a graph input are collected until they have enough rows for one GEMM, or until
   // run_levels ends.
   void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
 
   // For operands that forward repeated to the number of elements of their result. Sums the
   // gradients of the repetitions.
   void add_repeated(size_t slot, const at::Tensor& gradient);
-  // For a shared matrix whose rows forward looked up. Adds as index_add_rows does.
+  // For a shared matrix in which forward looked up rows. Adds `rows` to the gradient, like
+  // index_add_rows.
   void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip,
                 at::IntArrayRef times = {});
 

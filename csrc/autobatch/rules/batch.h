@@ -1,7 +1,7 @@
 // The interface through which a rule accesses a batch. Operands and results are gathered when the
-// rule asks for them. Each value is a range of a slab, which is a flat buffer. A signature has one
-// slab for each of its outputs. The values in a slab are in the order of the schedule, so the
-// results of a batch's members are adjacent.
+// rule asks for them. Each value is a range of a slab, which is a flat buffer. A slab contains
+// values of one output of a signature. The values are in the order of the schedule, so the results
+// of a batch's members are adjacent.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -37,18 +37,19 @@ struct Store {
   std::vector<int64_t> lengths;     // of the slabs, in elements
   PooledVector<Allocation> places;  // by value; set for computed results only
   std::vector<int64_t> grad_lengths;
-  // By batch to be run: the slabs that are released after it.
+  // For each batch to be run: the slabs that are released after the batch.
   std::vector<std::vector<uint32_t>> last_use;
-  // Slabs with results that tensors or later nodes refer to. A held slab that no backward reads is
-  // released when all these tensors have copies, or when nothing refers to its results any more.
+  // Slabs with results that tensors or later nodes refer to. If no backward reads a held slab, the
+  // slab is released when all tensors that refer to its results have copies. It is also released
+  // when nothing refers to its results any more.
   std::vector<uint32_t> held;
   std::vector<uint32_t> holders;  // by slab: number of results in it that may still be referred to
   std::vector<uint32_t> savers;   // by slab: number of batches that will read it in backward
   // In a subgraph, by base: the distance in elements between the values of consecutive members.
   // Empty elsewhere.
   std::vector<int64_t> steps;
-  // In a subgraph, by graph input: the region of each member, where the regions need not be evenly
-  // spaced. Empty elsewhere.
+  // In a subgraph, by graph input: the region of each member. The regions may be unevenly spaced.
+  // Empty elsewhere.
   std::vector<Regions> scattered;
   // Set while batches are run (packed_weights.h).
   WeightCopies* copies = nullptr;
@@ -62,7 +63,8 @@ struct Store {
   }
 };
 
-// While a guard exists, all code that runs batches on the store can use the copies.
+// While an object of this class exists, all code that runs batches on the store can use the copies
+// of weights.
 class LentWeightCopies {
  public:
   LentWeightCopies(Store& store, WeightCopies* copies) : store_(store) { store_.copies = copies; }
@@ -82,25 +84,26 @@ struct LocalGraph {
   std::vector<uint8_t> shared;      // by operand: in a batched call, one tensor serves all members
 };
 
-// What a batch keeps for backward.
+// The data that a batch keeps for backward.
 struct BatchRecord {
   Signature* signature = nullptr;
   uint32_t first = 0;  // into FlushRecord::order
   uint32_t count = 0;
   bool needs_grad = false;
-  // Whether a program of the subgraph adds the addends (Rule::addends) instead of the rule.
+  // Whether an elementwise program of the subgraph, instead of the rule, adds the addends
+  // (Rule::addends).
   bool leaves_addends = false;
   // Whether the first members belong to a divided batch that starts in the previous record
   // (chunk_batches.h). The report counts the divided batch as one batch.
   bool goes_on = false;
-  uint32_t consumed = 0;          // members differentiated without retain_graph
+  uint32_t consumed = 0;          // number of members whose backward has run without retain_graph
   const Rule* rule = nullptr;     // the rule that ran the batch
-  std::vector<uint32_t> saved;    // slabs that its backward may read
+  std::vector<uint32_t> saved;    // slabs that the batch's backward may read
   std::vector<LocalGraph> local;  // one for the batch, or one for each member (loop)
   std::shared_ptr<void> kept;     // state that the rule keeps for the batch as a whole
 
-  // Releases the data kept for backward. `kept` stays if the rule saves nothing, because such a
-  // batch may be differentiated again.
+  // Releases the data kept for backward. If the rule saves nothing, `kept` is not released, because
+  // backward may run again.
   void drop_kept();
 };
 
@@ -126,8 +129,8 @@ class NodeSpan {
 // access to their values.
 class BatchView {
  public:
-  // `rows` is used in a subgraph, where one node represents all members. It contains the rows of
-  // the buffers that belong to these members. If `rows` is empty, the rows start at 0.
+  // `rows` is used in a subgraph, where one node represents all members. `rows` contains the rows
+  // of the buffers that belong to these members. If `rows` is empty, the rows start at 0.
   BatchView(const Tape& tape, const Store& store, BatchRecord& record, NodeSpan members,
             std::span<const int64_t> rows = {});
 
@@ -220,11 +223,13 @@ class Batch final : public BatchView {
 
   // Returns output k of all members as one flat tensor over their slab range.
   at::Tensor output(size_t k);
-  // Returns the same memory as [n, *sizes] (uniform results only), or as rows of `width` elements.
+  // Return the memory of output k as [n, *sizes] (uniform results only), or as rows of `width`
+  // elements.
   at::Tensor output_stacked(size_t k);
   at::Tensor output_rows(size_t k, int64_t width);
 
-  // Whether some member's result needs a gradient, so that the rule keeps what its backward reads.
+  // Whether some member's result needs a gradient. If so, the rule keeps the values that its
+  // backward reads.
   bool needs_grad() const { return record_.needs_grad; }
 };
 

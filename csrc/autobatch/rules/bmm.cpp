@@ -22,8 +22,8 @@ namespace {
 
 using at::Tensor;
 
-// The matrix in a region, or its batch of matrices if it has more than two dimensions. A vector is
-// one row on the left side of a product, and one column on the right side.
+// The matrix in a region, or the batch of matrices if the region has more than two dimensions. A
+// vector is one row on the left side of a product, and one column on the right side.
 class Matrices {
  public:
   Matrices(const Region& region, bool on_left) {
@@ -71,7 +71,7 @@ class Matrices {
   const Geometry* leading_ = nullptr;  // matrices are numbered by its leading dimensions
 };
 
-// Products of any sizes, one after the other.
+// Computes products of any sizes, one after the other.
 class ProductsInPlace {
  public:
   static bool can_run(const Value& x) {
@@ -79,7 +79,7 @@ class ProductsInPlace {
   }
   static bool can_run(const BatchView& batch) { return can_run(batch.operand_value(0, 0)); }
 
-  // Operand `left` is the left side, the other operand the right side.
+  // Operand `left` is the left side, and the other operand is the right side.
   static void forward(const Batch& batch, size_t left = 0) {
     std::vector<MatrixProduct> products;
     products.reserve(static_cast<size_t>(batch.size()));
@@ -258,8 +258,8 @@ class RowsVectorRule final : public Rule {
 
 class ProductRule final : public Rule {
  public:
-  // The rule of products of operands with these ranks. 0 means any rank that matmul takes, if the
-  // dimensions before the last two need no broadcasting.
+  // The rule of products whose operands have these ranks. 0 means any rank that matmul accepts, if
+  // the dimensions before the last two need no broadcasting.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
@@ -313,10 +313,10 @@ class ProductRule final : public Rule {
   }
 
  private:
-  // Returns a key word with the ranks of both operands and, for each operand, whether it is
-  // transposed. The word distinguishes products at different points of a model, whose sizes may
-  // vary. Without the word, `q @ k.mT` and the product of the attention weights and v would have
-  // one signature. This would distort the mean depths that the schedule compares.
+  // Returns a word of the key with the ranks of both operands and, for each operand, whether it is
+  // transposed. The word distinguishes products at different points of a model. Without the word,
+  // `q @ k.mT` and the product of the attention weights and v could have one signature. The policy
+  // `agenda` would then use a mean depth that is right for neither product.
   static uint64_t form_word(const Geometry& x, const Geometry& y) {
     const auto by_row = [](const Geometry& g) {
       return static_cast<uint64_t>(g.strides.back() == 1);
@@ -336,8 +336,8 @@ class ProductRule final : public Rule {
     return row || column || a.back() == 1;
   }
 
-  // Returns the sum of all g y^T, [M, K]. Computes either the sum or its transpose, in the
-  // orientation with more rows than columns. Less data is transposed in this orientation.
+  // Returns the sum of all g y^T, [M, K]. If the sum has fewer rows than columns, the function
+  // computes the transposed sum, because less data is transposed in this case.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }
@@ -348,7 +348,7 @@ class ProductRule final : public Rule {
                        [&](Tensor& to) { multiply_each(to, x, y); });
   }
 
-  // --- several sizes, for which there is no kernel: a call for each size ---
+  // --- one call for each size, if no kernel can run several sizes ---
 
   static void forward_by_size(Batch& batch) {
     for (const Members& members : groups_of(batch)) {

@@ -1,5 +1,5 @@
 // Functions for ops whose kernels take instances of one size only. Members of different sizes still
-// form one batch. They are grouped by size, and each group runs as one call.
+// form one batch. The members are grouped by size, and each group runs as one call.
 #pragma once
 
 #include "autobatch/rules/rule.h"

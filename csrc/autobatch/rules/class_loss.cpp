@@ -1,5 +1,5 @@
 // Classification losses of logits (or log-probabilities) [N, C] or [C], with any N per instance.
-// Targets are labels or distributions, with label smoothing.
+// Targets are labels or distributions. Label smoothing is supported.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
@@ -213,8 +213,8 @@ class LossRule final : public Rule {
     return std::ranges::all_of(counts, [](int64_t count) { return count == 1; });
   }
 
-  // Whether each instance has one label and no label is ignored. Labels are read only if this is
-  // cheap. They must be in host memory, and there must be no class weights.
+  // Whether each instance has one label and no label is ignored. To avoid slow reads, returns false
+  // if the labels are not in host memory. Also returns false if there are class weights.
   static bool counts_every_label(BatchView& batch, const Counts& counts) {
     const Tensor labels = batch.flat(1);
     if (!has_host_memory(labels.device()) || batch.given(2) || !are_all_one(counts)) return false;

@@ -1,6 +1,7 @@
 // Convolutions with a shared weight. Instances of one size, [C, ..] or [N, C, ..], run as one call
-// over the batch dimension. Sequences of different lengths also run as one call. They are copied
-// into one buffer, each with its padding. Results that span two sequences are dropped.
+// over the batch dimension. Sequences of different lengths also run as one call. For this call, the
+// sequences are copied into one buffer, each with its padding. Results whose window covers parts of
+// two sequences are dropped.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -86,8 +87,8 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
 }
 
 // The positions of sequences that are joined in one buffer [1, C, total], and the positions of
-// their results in a buffer [1, C', result_total]. Each sequence has zeros at both sides. The first
-// zero of a sequence is at a multiple of the stride.
+// their results in a buffer [1, C', result_total]. Each sequence has zeros at both sides. The zeros
+// before a sequence start at a multiple of the stride.
 struct Joined {
   std::vector<int64_t> starts, result_starts;  // by sequence
   int64_t total = 0, result_total = 0;
@@ -277,7 +278,7 @@ class ConvolutionRule final : public Rule {
     return b.dtype == x.dtype && b.geometry->dim() == 1 && b.geometry->sizes[0] == outputs;
   }
 
-  // [n, N, C, ..] as [n N, C, ..]
+  // Reshapes [n, N, C, ..] to [n N, C, ..].
   Tensor merged(const Tensor& t) const {
     return t.dim() == static_cast<int64_t>(entry_.dims) + 3 ? t.flatten(0, 1) : t;
   }

@@ -93,8 +93,8 @@ class JoinRule final : public Rule {
     return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
   }
 
-  // Whether eager's result may have a layout other than row-major. In this case all pieces are
-  // channels-last.
+  // Whether eager's result may have a layout other than row-major. Another layout is possible only
+  // if all pieces are channels-last.
   bool keeps_layout(const NodeBuilder& builder, int64_t dim) const {
     for (size_t s = 0; s < builder.operands().size(); ++s) {
       const Value& piece = builder.operand_value(s);
@@ -292,7 +292,7 @@ class CastRule final : public Rule {
   size_t format_;
 };
 
-// Copies from or to other layouts, of instances of one shape.
+// Copies instances of one shape from or to layouts other than row-major.
 class RelayoutRule final : public Rule {
  public:
   bool saves() const override { return false; }

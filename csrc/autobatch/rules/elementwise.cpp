@@ -1,6 +1,6 @@
-// Elementwise ops with gradient formulas, for instances of any length: the ops of one tensor
-// (elementwise_ops.inc), of two tensors, and of a tensor and a number. For other elementwise ops,
-// see elementwise_by_tag.cpp.
+// Elementwise ops with gradient formulas, for instances of any length. The arguments are one tensor
+// (elementwise_ops.inc), two tensors, or a tensor and a number. For other elementwise ops, see
+// elementwise_by_tag.cpp.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -15,9 +15,9 @@ namespace {
 using at::Tensor;
 using Arguments = std::vector<c10::IValue>;
 
-// Returns a key word of dtype and rank. Values of different ranks ([T, d] and [d]) could share a
-// batch, but they occur at different points of a model. If both had one signature, the mean depths
-// that the schedule compares would be distorted.
+// Returns a word of the key with dtype and rank. Values of different ranks ([T, d] and [d]) could
+// share a batch, but they occur at different points of a model. If values of different ranks had
+// one signature, the policy `agenda` would use a mean depth that is right for none of them.
 uint64_t elementwise_word(const Value& x) {
   return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
 }
@@ -81,7 +81,7 @@ class UnaryRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = elements_of_gradients(batch);
-    Tensor x, y;  // left undefined where the gradient does not need them: their memory may be freed
+    Tensor x, y;  // undefined if the gradient does not need them, because they may be freed
     if (entry_.saves == Saves::kOperand) x = elements(batch, 0);
     if (entry_.saves == Saves::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
@@ -177,7 +177,7 @@ struct Binary {
   // kernel.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
-  // Returns the op as a step of an elementwise program: The step is kMul, kDiv or kAdd. The scale
+  // Returns the op as a step of an elementwise program. The step is kMul, kDiv or kAdd. The scale
   // of kAdd is the factor of the right side. Null if the op cannot be a step.
   ElementwiseOp (*step)(const Arguments& args) = nullptr;
 };
@@ -195,7 +195,7 @@ class BinaryRule final : public Rule {
     if (entry_.step == nullptr) return {};
     const Arguments& args = signature.arguments;
     const ElementwiseOp op = entry_.step(args);
-    // A tensor among the signature's arguments is a Python number.
+    // If one of the signature's arguments is a tensor, this tensor holds a Python number.
     const bool left = args[0].isTensor(), right = args[1].isTensor();
     if (!left && !right) return op;
     const double number = args[left ? 0 : 1].toTensor().item().toDouble();
@@ -353,7 +353,8 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // Returns the stacked operand with ones inserted up to the result's rank: [n, 1.., *sizes].
+  // Returns the stacked operand, [n, 1.., *sizes], with dimensions of size 1 up to the result's
+  // rank.
   static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
     Tensor t = batch.stacked(slot);
     while (t.dim() < rank + 1) t = t.unsqueeze(1);

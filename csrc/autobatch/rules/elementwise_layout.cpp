@@ -27,10 +27,10 @@ bool is_channels_last(const Geometry& g) {
   return false;
 }
 
-// Returns > 0 if dimension `a` of the result is outside of `b` in memory, < 0 if `a` is inside of
-// `b`, and 0 if no operand decides the order. The first operand with different nonzero strides
-// along the two dimensions decides. Equal strides decide only if `a` is the longer dimension, which
-// is then outside.
+// Returns > 0 if dimension `a` of the result must have a larger stride than `b`, < 0 if a smaller
+// one, and 0 if no operand decides the order. The first operand with different nonzero strides
+// along the two dimensions decides. With equal strides, an operand decides only if `a` is longer
+// than `b`. In this case `a` gets the larger stride.
 int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_t a, size_t b) {
   for (const Geometry* g : operands) {
     const int64_t along_a = stride_along(*g, sizes, a), along_b = stride_along(*g, sizes, b);

@@ -1,6 +1,5 @@
-// The memory layout of an elementwise op's result. Sizes follow from broadcasting. Strides are the
-// strides that eager's kernels choose. They follow the memory order of the operands, and not the
-// order of the dimensions.
+// The memory layout of an elementwise op's result. The sizes follow from broadcasting. The strides
+// are equal to those of eager's kernels, which depend on the memory order of the operands.
 #pragma once
 
 #include "autobatch/graph/graph.h"

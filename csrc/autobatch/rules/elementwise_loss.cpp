@@ -17,7 +17,7 @@ using at::Tensor;
 
 struct PointLoss {
   const char* op;
-  size_t reduction;  // argument
+  size_t reduction;  // argument number
 };
 
 const PointLoss kPointLosses[] = {

@@ -77,7 +77,7 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
     Piece piece{first, sizes[0], sizes[1], {}};
     first += sizes[0] * sizes[1];
     if (batch.given(mask)) {
-      // As in eager's kernel, every position where the mask is not zero is masked, including -inf.
+      // As in eager's kernel, every nonzero value of the mask masks a position, even -inf.
       piece.mask = region_view(batch.operand_region(m, mask)).to(at::kBool);
     }
     pieces.push_back(std::move(piece));
@@ -102,8 +102,8 @@ bool fits(const Value& x, int64_t width, int64_t heads) {
   return known_type && has_host_memory(x.device) && heads > 0 && width % heads == 0;
 }
 
-// Captures the mask, if any, as an operand. Returns false if its shape does not match its type:
-// [T, T] for type 0, [batch, T] for type 1, [batch, heads, T, T] for type 2.
+// Captures the mask, if any, as an operand. The shape must be [T, T] for type 0, [batch, T] for
+// type 1, and [batch, heads, T, T] for type 2. Returns false for a mask of another shape.
 bool capture_mask(NodeBuilder& builder, size_t mask, size_t type, const Value& x, int64_t heads) {
   if (!builder.constant(type)) return false;
   if (!builder.is_tensor(mask)) {
@@ -187,7 +187,7 @@ class EncoderLayerRule final : public Rule {
   // Argument numbers.
   static constexpr size_t kInput = 0, kWidth = 1, kHeads = 2, kWeights = 3, kGelu = 7,
                           kNormFirst = 8, kEpsilon = 9, kMore = 10, kMask = 18, kMaskType = 19;
-  // Operand slots: 0 the input, 1-4 the projections, 5-8 the norms, 9-12 the feed-forward part.
+  // Slot 0 is the input, 1-4 are the projections, 5-8 the norms, and 9-12 the feed-forward part.
   static constexpr size_t kMaskSlot = 13;
 
   static bool builder_requires_grad(const NodeBuilder& builder) {

@@ -1,5 +1,5 @@
-// Ops that fill memory. These are the factories, and the op that copies written pieces to their
-// places (deferred_writes.h).
+// The rules of the factories, which fill new memory, and of the op that copies written pieces to
+// their places (deferred_writes.h).
 #include "autobatch/rules/factories.h"
 
 #include "autobatch/common/device_traits.h"
@@ -46,8 +46,8 @@ class FactoryRule final : public Rule {
     for (int64_t size : sizes) {
       if (size < 0) return false;
     }
-    // An empty tensor has nothing to fill, and its creator may replace its memory without a
-    // dispatched op, as TorchScript's unpickler does.
+    // An empty tensor has no elements to fill. The code that creates an empty tensor may replace
+    // the tensor's memory without a dispatched op, as TorchScript's unpickler does.
     if (c10::multiply_integers(sizes) == 0) return false;
     const c10::ScalarType dtype = dtype_of(builder, options);
     if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype) &&

@@ -46,8 +46,8 @@ bool FlushRecord::has_values(ValueId id) const {
   return slab.defined() && slab.is_contiguous();
 }
 
-// Frees the slab's memory, except for one element. Keeps the slab's size and dtype, because ops
-// that save nothing may run backward again.
+// Frees the slab's memory, except for one element. Keeps the slab's size and dtype, because
+// backward may run again for ops that save nothing.
 void FlushRecord::free_slab(uint32_t number) {
   at::Tensor& slab = store.slabs[number];
   if (slab.defined()) slab = strided_view(pooled_empty(1, slab.options()), {slab.numel()}, {0}, 0);

@@ -41,7 +41,7 @@ inline uint64_t export_key(uint32_t level, ValueId held) {
 }
 
 // The nodes of one level, batch by batch. A level ends where a value that the user holds is used
-// again. Without such values there is one level.
+// again. If no held value is used again, there is one level.
 struct Level {
   // The part of a node's backward that runs. A node's backward is divided if the user holds one of
   // its results and another result is computed from the held one (Rule::result_dependency). kChain
@@ -100,7 +100,7 @@ struct BackwardTask {
 
   // By Allocation::grad: gradients of results. Undefined before and after use.
   std::vector<at::Tensor> grads;
-  // By Allocation::grad: number of parts of levels that still have to read it.
+  // By Allocation::grad: number of parts of levels that have not yet read the gradient.
   std::vector<uint32_t> parts_left;
   std::vector<uint8_t> begun;                 // by result: whether its range in `grads` is written
   std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until used
@@ -112,13 +112,13 @@ struct BackwardTask {
   std::vector<uint8_t> level_done;  // by level: whether it has been run
   // By level: whether a held value has received a gradient since the level was last run.
   std::vector<uint8_t> level_waits;
-  std::vector<uint8_t> consumed;  // by node: differentiated in this pass
-  // By node. Bit k: a gradient has reached result k. Bit 7 represents result 7 and all later
-  // results.
+  std::vector<uint8_t> consumed;  // by node: whether its backward has run in this pass
+  // By node. Bit k is set if a gradient has reached result k. Bit 7 represents result 7 and all
+  // later results.
   std::vector<uint8_t> reached;
   std::vector<uint8_t> graph_input_wanted;                            // by graph input
   std::unordered_map<ValueId, std::vector<WeightGradTerm>> products;  // by weight value
-  // Null if no memory that was read has been written to since capture.
+  // Null if no tensor that the ops read was written to after capture.
   std::unique_ptr<Written> written;
   bool any_kept = false;              // some graph input's former content is kept (overwrites.h)
   std::vector<UnseenWrite> unseen;    // writes before this pass; sorted by base
@@ -126,10 +126,10 @@ struct BackwardTask {
   // By level: number of FlushRecord::feeders that have not yet run in this pass.
   std::vector<uint32_t> feeders_left;
   bool reopened = false;  // some level was made ready to run again
-  // Batches that are differentiated and whose values are not yet released.
+  // Batches whose backward has run and whose values are not yet released.
   std::vector<uint32_t> finished;
   const Partition* partition = nullptr;  // of a subgraph, else null
-  // In a subgraph, by base. Bit t: nothing has been written to tile t yet.
+  // In a subgraph, by base. Bit t is set if nothing has been written to tile t yet.
   std::vector<uint64_t> unwritten;
 };
 
@@ -153,7 +153,7 @@ struct FlushRecord {
   HeldMemories memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and is read again
   std::vector<uint32_t> value_level;  // by result: its level; empty if no held value is read again
-  // By node: differentiated in two halves (Level::Half); empty if no node is.
+  // By node: whether its backward runs in two halves (Level::Half). Empty if no node is divided.
   std::vector<uint8_t> is_divided;
   std::vector<NodeId> level_order;  // `order` regrouped by level
   std::vector<Level> levels;
@@ -162,7 +162,7 @@ struct FlushRecord {
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;
-  std::vector<uint8_t> consumed;  // by node: differentiated without retain_graph
+  std::vector<uint8_t> consumed;  // by node: whether its backward has run without retain_graph
   size_t num_unconsumed = 0;
   bool freed = false;     // values are released; sizes and dtypes remain
   bool verified = false;  // recomputed values are compared with the original ones

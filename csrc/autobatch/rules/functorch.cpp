@@ -17,8 +17,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// Disables functorch's warning about its own loop fallback, because the report has this
-// information.
+// Disables functorch's warning that it runs an op as a loop.
 class QuietFallback {
  public:
   QuietFallback() : before_(at::functorch::isVmapFallbackWarningEnabled()) {
@@ -58,8 +57,8 @@ class VmapLevel {
   int64_t level_;
 };
 
-// Whether the op's batching rule is wrong if operand 0 is not batched. The rule then fills a shared
-// tensor with the value of one instance (PyTorch 2.13).
+// Whether the op's batching rule is wrong if operand 0 is not batched. In PyTorch 2.13, such a call
+// fills a shared tensor with the value of one instance.
 bool stacks_first(const OpInfo& op) { return op.name == "aten::index_fill.int_Tensor"; }
 
 // Whether the batched call takes the operand unstacked. Operands of random ops are stacked even if
@@ -146,7 +145,7 @@ bool miscounts_dims(const Batch& batch) {
 
 class FunctorchRule final : public Rule {
  public:
-  // `loop` runs batches that functorch cannot run. It has the same result dependency.
+  // `loop` runs batches that functorch cannot run. Both rules must have the same result dependency.
   explicit FunctorchRule(const LoopRule& loop) : loop_(loop) {}
 
   std::string_view report_name() const override { return "functorch"; }
@@ -209,7 +208,8 @@ class FunctorchRule final : public Rule {
     }
   }
 
-  // Returns what forward kept, or recomputes it for the members that were reached.
+  // Returns the graph that forward kept, or a new graph for the members that a gradient has
+  // reached.
   static LocalGraph graph_of(BackwardBatch& batch) {
     const LocalGraph& kept = batch.record().local.front();
     // Rows without a gradient must be left out, because 0 * NaN is NaN.
@@ -237,8 +237,9 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Runs the batch by functorch. Returns false if functorch has no rule, or if its result does not
-  // have the shape and dtype of eager's result. Then stores the reason in the signature.
+  // Runs the batch by functorch. Fails if functorch has no rule, or if its result does not have the
+  // shape and dtype of eager's result. On failure, stores the reason in the signature and returns
+  // false.
   bool try_batched(Batch& batch) const {
     Signature& signature = *batch.record().signature;
     LocalGraph graph;

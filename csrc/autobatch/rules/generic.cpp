@@ -40,7 +40,7 @@ bool is_custom_function(const OpInfo& op) {
 bool capture_all_arguments(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
-    builder.do_not_cache();  // the number of a call does not identify the call for a cell
+    builder.do_not_cache();  // a cell must not reuse the number of a call
   const bool gaps = keeps_gaps(builder.op().name);
   for (size_t i = 0; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
@@ -103,15 +103,15 @@ RuleTable generic_exceptions() {
       {"aten::native_batch_norm_backward", &differentiated_loop_rule()},
       // functorch applies padding_idx in the first instance only.
       {"aten::embedding", &loop_rule()},
-      // functorch treats all instances as one.
+      // functorch treats all instances as one instance.
       {"aten::_is_all_true", &loop_rule()},
       {"aten::_is_any_true", &loop_rule()},
       // functorch computes the steps from infinite endpoints differently.
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},
       {"aten::linspace.Scalar_Tensor", &loop_rule()},
-      // Random ops whose gradient does not depend on the drawn numbers, so backward need not draw
-      // again.
+      // The gradient of these random ops does not depend on the drawn numbers, so backward need not
+      // draw again.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},
       {"aten::multinomial", &functorch_rule()},

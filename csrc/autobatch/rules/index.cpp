@@ -15,8 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// Whether eager raises an error at the call. Eager does so for embeddings of complex numbers that
-// require grad. If so, leaves the call to eager.
+// Whether eager raises an error at the call, because the weight is complex and requires grad. If
+// so, leaves the call to eager.
 bool refuses(NodeBuilder& builder, const Value& weight) {
   if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
   builder.leave_to_eager();
@@ -82,8 +82,8 @@ class EmbeddingRule final : public Rule {
 
 // --- rows of a tensor that belongs to the instance ---
 
-// index_select(x, dim, indices), x[:, i, j], gather(x, dim, indices), and embedding(x, indices,
-// padding_idx) of a computed matrix: lookups of rows, for instances with any number of rows.
+// Looks up rows, for instances with any number of rows. The ops are index_select(x, dim, indices),
+// x[:, i, j], gather(x, dim, indices), and embedding(x, indices, padding_idx) of a computed matrix.
 class RowIndexRule final : public Rule {
  public:
   enum class Form : uint8_t { kSelect, kIndex, kEmbedding, kGather };

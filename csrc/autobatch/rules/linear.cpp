@@ -151,8 +151,8 @@ class AffineRule final : public Rule, public WeightGroups {
   }
 
   // Whether to treat the matrix as shared by all instances. A shared matrix must not be the result
-  // of a captured op. A matrix on the left side is often data of the instance. So such a matrix
-  // must also require grad, or x must be computed in the block.
+  // of a captured op. A matrix on the left side is often data of the instance. Therefore a matrix
+  // on the left side must also require grad, or x must be computed in the block.
   bool is_weight(NodeBuilder& builder) const {
     if (!builder.is_tensor(entry_.x) || !builder.is_tensor(entry_.weight)) return false;
     if (builder.is_computed(entry_.weight) || is_data(builder)) return false;
@@ -160,10 +160,10 @@ class AffineRule final : public Rule, public WeightGroups {
            builder.is_computed(entry_.x);
   }
 
-  // Whether the matrix is data of the instance. This is true if both operands are one tensor (`h @
-  // h.t()`), but not for a few rows of a weight times the weight. It is also true if a derivative
-  // formula passes the matrix on (captured_gradient.h), because a weight's gradient is a product
-  // with data of the instance.
+  // Whether the matrix is data of the instance. The matrix is data if both operands are one tensor
+  // (`h @ h.t()`), but not if x is a few rows of the matrix. The matrix is also data if a
+  // derivative formula passes it on (captured_gradient.h), because the gradient of a weight is a
+  // product with data of the instance.
   bool is_data(NodeBuilder& builder) const {
     const at::Tensor &x = builder.tensor(entry_.x), &matrix = builder.tensor(entry_.weight);
     const PendingTensor* pending = as_pending(matrix);

@@ -46,7 +46,7 @@ Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
     }
     const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
     c10::IValue& list = stack[slot.argument];
-    if (optional) {  // slots are in any order: `x[:, i]` has the operand before the absent element
+    if (optional) {  // slots may be unsorted: in `x[:, i]` the operand precedes the absent element
       const bool is_first = s == 0 || signature.slots[s - 1].argument != slot.argument;
       if (is_first) list = c10::List<std::optional<at::Tensor>>();
       auto typed = list.toList();

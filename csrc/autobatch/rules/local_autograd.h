@@ -1,5 +1,5 @@
-// One call of an op on detached operands, with the graph that autograd records for it. Rules
-// without a gradient formula of their own use it.
+// Functions for rules without a gradient formula. An op is called once on detached operands, and
+// autograd records the graph of this call.
 #pragma once
 
 #include "autobatch/graph/signature.h"

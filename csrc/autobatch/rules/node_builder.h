@@ -1,5 +1,5 @@
-// The object that a rule fills while it captures a call. It contains the node's operands, the key
-// of the signature, and the results.
+// The object that a rule fills while it captures a call. The object contains the node's operands,
+// the key of the signature, and the results.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -43,7 +43,7 @@ class NodeBuilder {
   // part of the key.
   Value weight(size_t i);
   Value weight(size_t i, size_t element);
-  // Adds the place of an optional tensor that was not given.
+  // Adds a placeholder for an optional tensor that was not given.
   void absent(size_t i, size_t element = kNone);
   // Adds argument i, a Python number that arrives as a tensor, as a constant: its value becomes
   // part of the key.
@@ -67,8 +67,8 @@ class NodeBuilder {
   // Adds a result that is kept for backward and not returned to the user.
   void hidden(at::IntArrayRef sizes, c10::ScalarType dtype);
 
-  // Declares the arguments invalid in a way that no Meta kernel detects. No rule captures the call
-  // then: it runs at once, so that eager raises its own error.
+  // Declares the arguments invalid although no Meta kernel detects the error. The call then runs
+  // immediately and is not captured, so that eager raises its own error.
   void leave_to_eager() { deferrable_ = false, left_to_eager_ = true; }
   bool left_to_eager() const { return left_to_eager_; }
   // Sets the device of the results of an op without operands.
@@ -86,7 +86,8 @@ class NodeBuilder {
   uint64_t weight_slots() const { return weight_slots_; }  // Signature::weight_slots
   // By operand: the argument that it comes from; {kNone, kNone} if it was not given.
   const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
-  // Whether the call may be cached: calls with equal CallKeys (call_cache.h) have the same key.
+  // Whether the call may be cached. If so, all calls with an equal CallKey (call_cache.h) have the
+  // same key.
   bool is_cacheable() const { return cacheable_; }
   // Keeps the call out of the call cache, because its key depends on more than the CallKey.
   void do_not_cache() { cacheable_ = false; }

@@ -1,6 +1,7 @@
 // Pooling over one or two dimensions, with one call for each size of the instances. Pooling over
 // one dimension uses the kernels for two dimensions, as eager does: the other dimension has size 1.
 #include "autobatch/rules/by_shape.h"
+#include "autobatch/rules/decompositions.h"
 
 #include <ATen/ATen.h>
 
@@ -41,8 +42,8 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2
 
 // Reads the window of max_pool(x, kernel, stride, padding, dilation, ceil), avg_pool(x, kernel,
 // stride, padding, ceil, count_include_pad, divisor) or adaptive_pool(x, sizes), where the sizes
-// are stored as the kernel. Returns false if the arguments are unusual or invalid: the op itself
-// must check them.
+// are stored as the kernel. Returns false if the arguments are unusual or invalid, so that the op
+// itself checks them.
 template <class Argument>
 bool read(const Pool& entry, const Argument& argument, Window& window) {
   const size_t dims = entry.dims;
@@ -82,6 +83,8 @@ class PoolRule final : public Rule {
     const Value x = builder.operand(0);
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (rank != entry_.dims + 1 && rank != entry_.dims + 2) return false;
+    // A reduction computes pooling with one window that covers the instance.
+    if (has_decomposition(builder.op(), builder.arguments())) return false;
     if (!is_float(x) || !row_major(x) || x.geometry->numel == 0) return false;
     Window window;
     const auto argument = [&](size_t i) -> const c10::IValue& { return builder.argument(i); };

@@ -45,7 +45,7 @@ at::DimVector reduced_sizes(const std::vector<int64_t>& sizes, const std::vector
   return out;
 }
 
-// sum.dim_IntList(x, dims, keepdim, dtype); mean likewise.
+// sum.dim_IntList(x, dims, keepdim, dtype), or mean.dim with the same arguments.
 struct Reduction {
   const char* op;
   bool mean;
@@ -199,7 +199,7 @@ class MedianRule final : public Rule {
     // If the median is NaN, the gradient goes to the elements that are NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
-    // Use the form that eager uses. The two forms differ for an infinite gradient.
+    // Use eager's form. For an infinite gradient, the product and at::where give different results.
     batch.add(0, multiplies_by_masks(x.device())
                      ? reached * share
                      : at::where(reached, share, at::zeros({}, share.options())));
@@ -215,9 +215,9 @@ class MedianRule final : public Rule {
 
 // --- operands without dimensions ---
 
-// Ops that return an operand unchanged if it has no dimensions. Their rules pass the operand's
-// gradient on unchanged too. The ops' own formulas, with powers or quotients, would change the
-// gradient of an infinite value.
+// Ops that return an operand unchanged if it has no dimensions. Backward of NumberRule also passes
+// the gradient on unchanged. The general formulas of these ops, with powers or quotients, would
+// change the gradient of an infinite value.
 struct NumberOp {
   const char* op;
   int dim, dtype;  // argument numbers, or -1

@@ -20,8 +20,8 @@ using at::Tensor;
 
 // The form of the layers, which the signature determines. The ops are
 //   op(input, hx, params[], has_biases, num_layers, dropout, train, bidirectional, batch_first)
-// -> (output, hy[, cy]). A run is one layer in one direction. Operands: the input, the state(s),
-// then the weights by run.
+// -> (output, hy[, cy]). A run is one layer in one direction. The operands are the input, the
+// state(s), and the weights of one run after the other.
 struct Form {
   Cell cell = Cell::kLstm;
   bool biases = false;

@@ -105,8 +105,8 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
 }
 
 // lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
-// Gates in PyTorch's order i, f, g, o. Hidden result: the activated gates. Backward computes
-// tanh(c') again. If it were kept, it would be a seventh of the kept values.
+// The gates are in PyTorch's order i, f, g, o. The hidden result contains the activated gates.
+// Backward computes tanh(c') again. A kept tanh(c') would be one seventh of the kept values.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }

@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// How an op's indices refer to positions of a tensor x, and which operands they are.
+// Describes how an op's indices refer to positions of a tensor x, and which operands are indices.
 struct RowIndexing {
   enum class Kind : uint8_t {
     kLists,  // index_add, x[:, i, j]: one index tensor per dimension, from dimension `dim` on
@@ -27,9 +27,9 @@ using IndexGeometries = c10::SmallVector<const Geometry*, 2>;
 // Returns the number of elements in a row of x. For kEach, trailing dimensions along which the
 // index is expanded belong to the row.
 int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices);
-// Returns the number of elements in a row of a batch, or 1 if members differ. Widths are equal in
-// capture. After capture, a read may have replaced an expanded index by a copy that is not expanded
-// (split_graph.cpp).
+// Returns the number of elements in a row of a batch, or 1 if members differ. During capture, all
+// members have the same width. After capture, a read may have replaced an expanded index by a copy
+// that is not expanded (split_graph.cpp).
 int64_t row_width(const RowIndexing& indexing, const BatchView& batch);
 
 // Returns the sizes of the result of a lookup in x: the sizes of the lookups, followed by the sizes
@@ -44,7 +44,7 @@ std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, co
 std::optional<RowIndexing> capture_index(NodeBuilder& builder, RowIndexing::Kind kind, size_t dim,
                                          size_t index);
 std::optional<RowIndexing> capture_list(NodeBuilder& builder, size_t list);
-// Return the indexing of a batch of calls that these functions captured.
+// Return the indexing of a batch of calls that capture_index or capture_list captured.
 RowIndexing indexing_of(const BatchView& batch, RowIndexing::Kind kind, size_t dim);
 RowIndexing indexing_of_list(const BatchView& batch);
 
@@ -54,7 +54,7 @@ IndexGeometries index_geometries(const RowIndexing& indexing, const BatchView& b
 
 // Returns the rows that the indices of all members refer to, in row-major order of the lookups:
 // int64 [R], on the device of the indices. `first`: by member, the first row of its tensor x.
-// `width`: row_width of the batch. On the CPU, raises an error for an index out of range, whose
+// `width`: row_width of the batch. On the CPU, raises an error for an index out of range. The error
 // message has less detail than eager's.
 at::Tensor row_positions(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width);

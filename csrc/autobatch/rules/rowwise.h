@@ -21,7 +21,8 @@ class RowsCall : public Rule {
   virtual at::Tensor operand(BatchView& batch, size_t slot) const = 0;
   // Adds the gradient of the tensor that `operand` returned.
   virtual void add_gradient(BackwardBatch& batch, size_t slot, const at::Tensor& grad) const = 0;
-  // Changes arguments that have another meaning in the one call, such as a dimension.
+  // Changes arguments, such as a dimension, that have another meaning in the call for the whole
+  // batch.
   virtual void adjust(const BatchView& batch, torch::jit::Stack& arguments) const {
     (void)batch, (void)arguments;
   }
@@ -62,9 +63,9 @@ void add_expanded(BackwardBatch& batch, size_t slot, const at::Tensor& gradient)
 at::Tensor results_in_order(BackwardBatch& batch);
 at::Tensor gradients_in_order(BackwardBatch& batch);
 
-// For elementwise ops whose operand has the sizes of the result. Return the operand, the result or
-// its gradient of all members: [n, *sizes] if the results are uniform, else 1-D in the order of the
-// results' memory.
+// For elementwise ops whose operand has the sizes of the result. Return the operands of all
+// members, the results, or the gradients of the results. The returned tensor is [n, *sizes] if the
+// results are uniform, else 1-D in the order of the results' memory.
 at::Tensor elements(BatchView& batch, size_t slot);
 at::Tensor elements_of_results(BackwardBatch& batch);
 at::Tensor elements_of_gradients(BackwardBatch& batch);

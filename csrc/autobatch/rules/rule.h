@@ -24,17 +24,17 @@ class Rule {
   // The name in the report: "native", "functorch" or "loop".
   virtual std::string_view report_name() const { return "native"; }
   // Describes the call in `builder`. Returns false if the rule does not cover this form of the
-  // call: the op's next rule is tried then, and the generic rule last. A rule checks shapes as far
-  // as the results' shapes depend on them. In doubt it returns false, so that eager's own check
-  // raises eager's own error.
+  // call. The op's next rule is then tried, and the generic rule last. A rule checks only the
+  // shapes on which the results' shapes depend. If the call may be invalid, the rule returns false,
+  // so that eager raises its own error.
   virtual bool capture(NodeBuilder& builder) const = 0;
   // Runs the batch and writes its outputs.
   virtual void forward(Batch& batch) const = 0;
   // Adds the gradients of the operands, for the members that `batch` holds.
   virtual void backward(BackwardBatch& batch) const = 0;
-  // Computes the results of one node as eager does. By default it calls the op with the signature's
-  // arguments and `operands` (an undefined operand was not given). `places` are the tensors that
-  // will hold the results, hidden ones included; only their metadata may be read.
+  // Computes the results of one node as eager does. The default implementation calls the op with
+  // the signature's arguments and `operands` (an undefined operand was not given). `places` are the
+  // tensors that will hold the results, hidden ones included; only their metadata may be read.
   virtual std::vector<at::Tensor> eager(const Signature& signature,
                                         at::ArrayRef<at::Tensor> operands,
                                         at::ArrayRef<at::Tensor> places) const;
@@ -115,7 +115,7 @@ class Rule {
   virtual bool infers() const { return false; }
   // For a rule that infers: returns the geometry of a result of this call, given the geometry
   // `inferred` for the first call of the signature. A rule that leaves lengths out of the key
-  // overrides this. Null if the inferred geometry does not fit the call.
+  // overrides this function. Null if the inferred geometry does not fit the call.
   virtual const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const {
     (void)builder;
     return inferred;
@@ -166,7 +166,7 @@ RuleTable generic_exceptions();  // for ops that need a generic rule other than 
 // Helpers that several families use.
 
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }
-// Whether the dimensions are in row-major order, perhaps with gaps: eager's kernels then return a
+// Whether the dimensions are in row-major order, perhaps with gaps. If so, eager's kernels return a
 // contiguous result.
 inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }
 inline bool is_float(const Value& value) { return c10::isFloatingType(value.dtype); }

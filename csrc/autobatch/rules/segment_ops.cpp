@@ -29,8 +29,8 @@ struct Segments {
   int64_t size() const { return static_cast<int64_t>(counts.size()); }
   // Views rows as [segments, length, inner]. Needs `equal`.
   Tensor stacked(const Tensor& rows) const { return rows.view({size(), counts[0], inner}); }
-  // The same, but [segments, length] if `inner` is 1: ATen has faster kernels for the last
-  // dimension.
+  // Like stacked(), but [segments, length] if `inner` is 1, because ATen has faster kernels for the
+  // last dimension.
   Tensor matrix(const Tensor& rows) const {
     return inner == 1 ? rows.view({size(), counts[0]}) : stacked(rows);
   }
@@ -113,8 +113,8 @@ Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& 
   Tensor is = x.eq(extreme);
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
-  // In eager, `max()` fills in zeros except on CUDA, and the other ops multiply by the mask. The
-  // results of the two forms differ for an infinite gradient.
+  // Eager's `max()` fills in zeros, except on CUDA. All other calls multiply by the mask in eager,
+  // which gives another result for an infinite gradient.
   return with_nan && !multiplies_by_masks(x.device())
              ? at::where(is, shares, at::zeros({}, shares.options()))
              : shares * is;
@@ -167,8 +167,8 @@ Tensor softmax_gradient(const Tensor& g, const Tensor& y, const Segments& s, boo
   return log ? g - y.exp() * s.repeat(s.sum(g)) : y * (g - s.repeat(s.sum(g * y)));
 }
 
-// Returns the correction. The arguments after x are dim, unbiased (or a correction), keepdim; or
-// only unbiased.
+// Returns the correction of a variance. The arguments are (x, dim, unbiased or correction, keepdim)
+// or (x, unbiased).
 double correction(const Arguments& a) {
   const c10::IValue& value = a.size() == 2 ? a[1] : a[2];
   if (value.isNone()) return 1;
@@ -366,7 +366,7 @@ class SegmentRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Segments s = segments(batch);
-    Tensor x;  // left undefined where the gradient does not need it: its memory may be freed
+    Tensor x;  // undefined if the gradient does not need it, because it may be freed
     std::vector<Tensor> results;
     if (reads(0)) x = batch.rows(0, s.inner);
     if (entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth) {

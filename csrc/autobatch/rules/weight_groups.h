@@ -1,5 +1,5 @@
-// Batches whose members have different weights. Members are sorted by weight, and each weight has
-// one call. merge_by_weight.h decides which batches are joined in this way.
+// Batches whose members have different weights. Members are sorted by weight, and there is one call
+// for each weight. merge_by_weight.h decides which batches are joined in this way.
 #pragma once
 
 #include "autobatch/rules/backward_batch.h"
@@ -35,8 +35,8 @@ inline bool is_one_group(const BatchView& batch) {
   return batch.node(0).signature == batch.node(batch.size() - 1).signature;
 }
 
-// The first function returns the operand regions of a group's members. The second one returns the
-// part of `batch` with these members. The part refers to `members`, which must outlive it.
+// regions_of_group returns the operand regions of a group's members. part_of_group returns the part
+// of `batch` with the group's members. The part refers to `members`, which must outlive it.
 Regions regions_of_group(const BatchView& batch, size_t slot, const WeightGroup& group);
 BackwardBatch part_of_group(BackwardBatch& batch, const WeightGroup& group,
                             std::vector<NodeId>& members);

@@ -46,7 +46,7 @@ std::vector<uint32_t> find_repeated(const ScheduleInput& graph) {
   }
   std::vector<uint32_t> repeated;
   for (uint32_t signature = 0; signature < graph.num_signatures; ++signature) {
-    // Depth grows along a path.
+    // Depth grows along a path, so nodes of one depth are never on one path.
     if (graph.batchable[signature] && extents[signature].min < extents[signature].max) {
       repeated.push_back(signature);
     }

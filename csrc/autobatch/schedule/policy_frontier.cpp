@@ -35,7 +35,7 @@ class Walk {
 struct Waiting {
   uint32_t edges = 0;  // from nodes that have not run; after the node ran: its batch
   uint32_t signature = 0;
-  uint32_t level = 0;  // most nodes of its own signature before it on one path
+  uint32_t level = 0;  // largest number of nodes of its signature before it on one path
 };
 
 // The nodes of one signature that have not run. The ready nodes are in the signature's own range of

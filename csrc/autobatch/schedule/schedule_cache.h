@@ -2,8 +2,8 @@
 // again in the next epoch, or all examples have the same shape.
 //
 // A schedule depends only on the graph's arrays, so graphs with equal arrays share one schedule,
-// even if their ops differ. A lookup compares all arrays. For each node, hashing takes about one
-// nanosecond, and scheduling takes about twenty.
+// even if their ops differ. A lookup compares all arrays. For each node, hashing takes about 1 ns,
+// and scheduling takes about 20 ns.
 #pragma once
 
 #include "autobatch/schedule.h"

@@ -9,10 +9,10 @@
 
 namespace autobatch {
 
-// Decides whether the blocks of one place are deferred. After several blocks that saved no launches
+// Decides whether the blocks of one place are deferred. If several blocks in a row save no launches
 // (one instance, a loop of reads), the next blocks run eagerly. Deferring begins again if a block
-// makes more calls than the earlier blocks, or can call other code. In addition, one block in a
-// fixed number of blocks is deferred as a trial.
+// makes more calls than the earlier blocks, or can call other code. At a fixed interval, one block
+// is deferred as a trial.
 class BlockHistory {
  public:
   using Clock = Trials::Clock;
@@ -22,8 +22,8 @@ class BlockHistory {
   bool pays(const Trials::Identity& identity, Clock::time_point now = Clock::now());
   // Ends the block that began last.
   void end(Clock::time_point now = Clock::now()) { took_ = now - began_; }
-  // Records a block that flushed. `paid`: whether deferring it was worth its cost. `calls`: the
-  // number of calls it made.
+  // Records a block that flushed. `paid`: whether deferring it was worth its cost. `calls` is the
+  // number of calls that the block made.
   void add(bool paid, uint64_t calls);
   // Largest number of calls made by a block that was not worth deferring.
   uint64_t most_calls() const { return most_calls_; }

@@ -16,10 +16,10 @@
 namespace autobatch {
 namespace {
 
-constexpr double kLaunch = 3;  // saved by a launch that is not made
+constexpr double kLaunch = 3;  // time saved by a launch that is not made
 constexpr double kNode = 1;    // cost of capturing a node
 constexpr double kFlush = 12;
-constexpr double kBackward = 4;  // saved by a node whose backward is batched
+constexpr double kBackward = 4;  // time saved by a node whose backward is batched
 constexpr double kLost = -60, kMostSaved = 240;
 constexpr uint64_t kShortest = 256, kLongest = 4096, kForGood = uint64_t{1} << 60;  // calls
 
@@ -140,7 +140,7 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
 
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
-  if (depth_ != 1) return is_eager_;  // as the enclosing block
+  if (depth_ != 1) return is_eager_;  // like the enclosing block
   // The history is null if map was not called from the program's own code
   // (`threading.Thread(target=ab.map, ...)`).
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;

@@ -57,7 +57,8 @@ std::shared_ptr<Tables> tables_of_thread() {
   return thread_tables;
 }
 
-// The scope that owns each graph. The graphs are few, and only slow paths look up the owner.
+// Maps each graph to the scope that owns the graph. There are few graphs, and only slow paths look
+// up the owner.
 std::mutex owners_mutex;
 std::unordered_map<const Graph*, Scope*>& owners() {
   static auto* map = new std::unordered_map<const Graph*, Scope*>();
@@ -233,6 +234,15 @@ const void* Scope::element_of(const PendingTensor& tensor) {
   return static_cast<const char*>(region.buffer->const_data_ptr()) + bytes;
 }
 
+// Returns a text that says why the running fiber cannot wait for other fibers. The text is part of
+// the reason of a flush.
+static std::string kept_turn() {
+  const Fiber* fiber = Fiber::current();
+  if (fiber == nullptr || fiber->turn_kept_by().empty()) return "";
+  return " (the instance does not wait for others, because it has set " + fiber->turn_kept_by() +
+         ")";
+}
+
 void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                     bool values_only) {
   const Waiting waiting = still_waiting(tensors, values_only);
@@ -244,8 +254,9 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   try {
     Fiber* fiber = this == capture_state.scope ? Fiber::suspendable() : nullptr;
     if (fiber == nullptr || !fiber->wait_for(waiting, reason, values_only)) {
-      compute_now(waiting, reason, values_only);
-      add_read(nodes, batches, reason);
+      const std::string full_reason = reason + kept_turn();
+      compute_now(waiting, full_reason, values_only);
+      add_read(nodes, batches, full_reason);
     }
   } catch (const std::exception& raised) {
     if (checks_.is_empty() || host_interrupts(raised)) throw;
@@ -282,7 +293,8 @@ Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool v
   return waiting;
 }
 
-// Not inlined into compute(), whose stack frame is copied when a fiber is suspended.
+// compute_now() is not inlined into compute(), because the stack frame of compute() is copied when
+// a fiber is suspended.
 void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                         bool values_only) {
   const Lock lock(*this);
@@ -385,7 +397,7 @@ void Scope::flush_all(const std::string& reason) {
   kept_.clear();
   casts_.clear();
   if (!is_full() || !graph_->tape().values.empty()) return;
-  cells_.clear();  // their signatures belong to the old tables
+  cells_.clear();  // the signatures of cells belong to the old tables
   tables_ = tables_of_thread();
   if (is_full()) tables_ = std::make_shared<Tables>();
   graph_->use(tables_->geometries);

@@ -44,8 +44,8 @@ class RecursiveSpinLock {
   bool try_lock();
   void lock();
   void unlock();
-  // Releases the lock completely. Returns how many times this thread held it, so that the caller
-  // can lock it as often again.
+  // Releases the lock completely. Returns how many times this thread held the lock, so that the
+  // caller can later take the lock the same number of times.
   int unlock_all();
 
  private:
@@ -84,19 +84,20 @@ class Scope : public std::enable_shared_from_this<Scope> {
     Scope* scope_;
   };
 
-  // Starts capturing on this thread. If another scope is already open, this one joins it. Returns
-  // the scope in effect.
+  // Starts capturing on this thread. If a scope is already open on this thread, joins the open
+  // scope. Returns the open scope.
   AUTOBATCH_INTERNAL std::shared_ptr<Scope> enter();
   // Raises an error if the scope is not open, or if it was opened on another thread.
   AUTOBATCH_INTERNAL void check_thread() const;
-  // Reverses `enter`. The outermost exit flushes. If `discard_errors` is true, another exception is
-  // already propagating, and the error of a failed flush is not raised. The error of a failed check
-  // is always raised, in preference to the error of the flush.
+  // Reverses `enter`. The outermost exit flushes. `discard_errors` must be true if another
+  // exception is already propagating. If `discard_errors` is true, the error of a failed flush is
+  // not raised. The error of a failed check is always raised, and takes precedence over the error
+  // of the flush.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
   // Computes everything that is pending. Raises the first error of a captured op. Tensors that
-  // depend on that op are lost, and raise an error when they are used. The other tensors are
-  // usable.
+  // depend on the failed op are lost, and raise an error when they are used. Other tensors can be
+  // used.
   AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
 
   // If there are `max_pending` pending nodes, computes about half of them.
@@ -108,8 +109,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // pending, and `element_of` gives their values.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
-  // Runs ready batches for about `bound` (graph/slice_costs.h), and leaves their tensors pending.
-  // Returns false if nothing was ready. Raises errors as `flush` does.
+  // Runs ready batches for about the time `bound` (graph/slice_costs.h), and leaves their tensors
+  // pending. Returns false if nothing was ready. Raises errors as `flush` does.
   bool run_slice(std::chrono::nanoseconds bound);
   // Whether the tensor's value is computed, although the tensor is still pending.
   bool is_computed(const PendingTensor& tensor) const;
@@ -213,7 +214,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
   // Adds an op that runs at once to the report, with the running line of code. The report
-  // identifies both strings by their addresses.
+  // identifies `op` and `reason` by their addresses.
   AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
   // Keeps the object alive until everything that is pending now has run.
   AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
@@ -224,7 +225,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
   int depth() const { return depth_; }  // number of open blocks
-  // Whether the next `exit` ends the scope.
+  // Whether only one block is open, so that the next `exit` ends the scope.
   bool is_outermost() const { return depth_ == 1; }
   // Whether the scope was opened inside a functorch transform. Such a scope captures nothing,
   // because the transform must handle each op.
@@ -237,7 +238,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,
                                 bool values_only);
-  // Runs the flush itself, then the updates that wait for its values.
+  // Runs the flush, and then applies the updates that wait for the flush's values.
   void run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options);
   bool is_fresh(const PendingTensor& tensor) const;
   void make_alone(PendingTensor& tensor);
@@ -286,7 +287,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Trials* trials_ = nullptr;  // of history_; null: none
   EagerEstimate estimate_;
   bool estimates_ = false;
-  bool is_eager_ = false;      // for the whole block
+  bool is_eager_ = false;      // whether the whole block runs eagerly
   uint64_t calls_before_ = 0;  // CaptureState::calls when the block began
   uint64_t paused_at_ = 0;     // CaptureState::calls when the pause began
 };

@@ -35,8 +35,8 @@ bool Scope::is_checked(const at::Tensor& tensor) const {
   });
 }
 
-// Settles the checks on tensors that are computed although still pending. Inside a flush, the flush
-// settles the checks.
+// Settles the checks of tensors that are still pending although their values are computed. While a
+// flush runs, the flush settles the checks.
 void Scope::look_at_checks() {
   if (!checks_.any_waiting() || !is_own_thread()) return;
   const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {
@@ -57,7 +57,7 @@ void Scope::look_at_checks() {
 }
 
 // Called after a flush. The error of a failed check of the running code takes precedence over the
-// error of an op, which is usually a consequence of it.
+// error of an op, because the error of the op is usually a consequence of the failed check.
 void Scope::raise_failed_check(const std::exception_ptr& error) {
   look_at_checks();
   if (is_own_thread()) {

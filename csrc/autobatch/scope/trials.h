@@ -1,9 +1,9 @@
 // Measures whether the blocks of one place are faster deferred or eager. By default blocks are
-// deferred. Deferring may be slower if the ops alone would take less time eagerly than the whole
-// block takes. In this case one block runs eagerly. If the eager block is faster, further blocks
-// run alternately eager and deferred. Later blocks run in the faster way, and the other way is
-// tried again from time to time. The choice affects results only in their rounding. One place may
-// open blocks of many models in any order, so the times of the last few models are kept.
+// deferred. If the estimated eager time of a block's ops is shorter than the time of the whole
+// block, one block runs eagerly. If the eager block is faster, further blocks run alternately eager
+// and deferred. Later blocks run in the faster way, and the other way is tried again from time to
+// time. The choice affects results only in their rounding. One place may open blocks of many models
+// in any order, so the times of the last few models are kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -29,9 +29,9 @@ class Trials {
   // one place may open blocks of many models.
   using Identity = std::function<uint64_t()>;
 
-  // Begins a block. `grad_mode` tells whether the block records gradients. The measured time of
-  // such a block includes backward and the rest of the step, until the next block begins.
-  // `identity` is called only if needed.
+  // Begins a block. `grad_mode` tells whether the block records gradients. If a block records
+  // gradients, its measured time includes backward and the rest of the step, until the next block
+  // begins. `identity` is called only if needed.
   Run begin(bool grad_mode, const Identity& identity, Clock::time_point now = Clock::now());
   // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());

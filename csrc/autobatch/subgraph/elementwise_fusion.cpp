@@ -123,7 +123,7 @@ ElementwisePlace place_in(const Region& region, int64_t row, int64_t run) {
   return {data + region.offset * element, row, run};
 }
 
-// A program under construction, for consecutive members of a batch.
+// An elementwise program under construction, for consecutive members of a batch.
 class Program {
  public:
   Program(const Tape& tape, const Store& store, MemberRange members)
@@ -250,7 +250,8 @@ class Backward {
   }
 
  private:
-  // Where the gradient of a value is stored. kPassing: the gradient exists only inside the program.
+  // The place of a value's gradient. kPassing: the gradient exists only inside the elementwise
+  // program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
   // Chooses kPassing for the gradient of a result under two conditions. No part of the gradient has

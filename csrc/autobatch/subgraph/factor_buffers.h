@@ -26,10 +26,10 @@ struct RowRange {
 class FactorBuffers {
  public:
   // Returns a 1-D uninitialized tensor of `count * width` elements. If the batches run in order,
-  // the memory of consecutive batches is adjacent. Forward must start with the first batch, and
-  // backward with the last. If the batches do not run in order, a batch gets separate memory.
-  // `flush` identifies the flush, because several flushes may run at the same time. `number` is the
-  // slab's number.
+  // the memory of consecutive batches is adjacent. Forward must run the batches from first to last,
+  // and backward from last to first. If the batches do not run in order, a batch gets separate
+  // memory. `flush` identifies the flush, because several flushes may run at the same time.
+  // `number` is the slab's number.
   at::Tensor take(const void* flush, bool backward, uint32_t number, const RowRange& range,
                   int64_t width, const at::TensorOptions& options);
 

@@ -101,8 +101,8 @@ class Forward {
         continue;
       }
       graph_input.data = batch_.stacked(i);
-      // Members may read the same memory through different values. Each view that the user holds
-      // has a separate gradient, so the data is copied for each member.
+      // Two members may read different views of the same memory. Each view that the user holds has
+      // a separate gradient, so the data is copied for each member.
       const bool separate = graph_input.data.stride(0) != 0 || is_one_value(i);
       if (!separate || !has_dense_members(graph_input.data))
         graph_input.data = graph_input.data.contiguous();

@@ -17,9 +17,9 @@
 
 namespace autobatch {
 
-// An elementwise op of a subgraph as a step of a program (elementwise_program.h). `mid` and `inner`
-// are the lengths of the loops over one member's elements. `run` contains the distance, in
-// elements, from one run to the next: first for the result, then for the operands.
+// An elementwise op of a subgraph as a step of an elementwise program (elementwise_program.h).
+// `mid` and `inner` are the lengths of the loops over one member's elements. `run` contains the
+// distance, in elements, from one run to the next: first for the result, then for the operands.
 struct FusedNode {
   NodeId node = kNone;
   ElementwiseOp op;
@@ -27,14 +27,15 @@ struct FusedNode {
   std::array<int64_t, 3> run{};
 };
 
-// The bias of a product. The program adds this vector to columns of the product before it reads the
-// product.
+// The bias of a product. The elementwise program that reads the product first adds this vector to
+// columns of the product.
 struct FusedAddend {
   ValueId product = kNone, addend = kNone;
   Rule::Addend where;
 };
 
-// One step of a subgraph: one node with its rule, or several elementwise nodes in one program.
+// One step of a subgraph. A step runs one node by its rule, or several elementwise nodes as one
+// elementwise program.
 struct SubgraphStep {
   NodeId node = kNone;
   std::vector<FusedNode> fused;  // the nodes of a program; empty: the step is `node`
@@ -60,8 +61,8 @@ struct Subgraph {
   // Computed from the fields above by complete().
   std::vector<SubgraphStep> steps;      // in execution order
   Store store;                          // places of one member's values; each op result has a slab
-  std::vector<uint8_t> leaves_addends;  // by node: a program adds the addends (Rule::addends)
-  std::vector<uint8_t> passing;         // by slab: only one program uses it: no memory
+  std::vector<uint8_t> leaves_addends;  // by node: a later step adds its addends (Rule::addends)
+  std::vector<uint8_t> passing;         // by slab: no memory, only one fused step uses it
   std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that no later step reads
   std::vector<uint8_t> slab_saved;                // by slab: the backward of some op reads it
   // By slab: whether the slab is a factor of a weight's gradient (factor_buffers.h), and whether

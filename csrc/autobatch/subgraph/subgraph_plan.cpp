@@ -30,7 +30,7 @@ class Completer {
 
  private:
   // Finds the steps. Every op that is not elementwise runs at the earliest possible step. So more
-  // elementwise ops can be joined in one program.
+  // elementwise ops can be joined in one elementwise program.
   void find_steps() {
     std::vector<std::optional<FusedNode>> elementwise;
     for (NodeId n = 0; n < tape_.nodes.size(); ++n)
@@ -55,8 +55,8 @@ class Completer {
     }
   }
 
-  // Lets the program that reads a product first add the bias of this product. If the op of the
-  // product added the bias, it would first have to write the bias to the whole result.
+  // If an elementwise program reads a product, it first adds the bias of this product. If the op of
+  // the product added the bias, the op would first have to write the bias to the whole result.
   void leave_addends() {
     std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
     for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
@@ -131,9 +131,9 @@ class Completer {
     for (const ValueId id : subgraph_.results) use_of(id).is_result = true;
   }
 
-  // A program may read parts of a product, such as the gates of a cell. If each part is read once,
-  // the result that is computed from a part is written to the memory of this part. The memory is in
-  // the cache, and the product is not needed any more.
+  // An elementwise program may read parts of a product, such as the gates of a cell. If each part
+  // is read once, the result that is computed from a part is written to the memory of this part.
+  // The memory is in the cache, and the product is not needed any more.
   void write_in_place() {
     std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
     for (const ValueId id : tape_.operands) {
@@ -173,8 +173,8 @@ class Completer {
            value.geometry->numel == part.mid * part.inner;
   }
 
-  // Finds the slabs that only one program uses. For each other slab, finds the step after which the
-  // slab is freed.
+  // Finds the slabs that only one elementwise program uses. For each other slab, finds the step
+  // after which the slab is freed.
   void find_passing() {
     subgraph_.passing.assign(uses_.size(), 0);
     for (uint32_t slab = 0; slab < uses_.size(); ++slab) {

@@ -294,8 +294,8 @@ PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
 }
 
 // Returns true if the call was captured or raised an error. In this case `result` is the value to
-// return, or null if there was an error. No warning handler is needed, because no code runs that
-// could warn.
+// return, or null if there was an error. Needs no warning handler, because captured() calls no code
+// that emits warnings.
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
   try {
     result = from_cache(*form.op, arguments.get());

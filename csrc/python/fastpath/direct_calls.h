@@ -1,10 +1,10 @@
 // A fast path from Python to capture. PyTorch's bindings parse the arguments for any overload,
 // release the GIL and call the dispatcher. For `x * y` these steps take longer than capturing the
 // call. So while a block is open, this library replaces the C functions of the methods, operators
-// and functions that models call most. The replacement captures a call if the call is plain and a
-// call with the same key was captured before. In a plain call, tensors and numbers are not of
-// subclasses, and no option is passed that the table does not list. All other calls, including
-// calls of other threads, are passed to PyTorch's function with unchanged arguments.
+// and functions that models call most often. The replacement captures a call if the call is plain
+// and a call with the same key was captured before. In a plain call, no tensor or number is an
+// instance of a subclass, and the table lists all options that are passed. All other calls,
+// including calls of other threads, are passed to PyTorch's function with unchanged arguments.
 #pragma once
 
 #include "autobatch/capture/try_cached_call.h"

@@ -1,5 +1,5 @@
 // The methods and functions that have a fast path to capture (direct_calls.h). Models call these
-// methods and functions most. Elementwise ops of one tensor are listed in elementwise_ops.inc
+// methods and functions most often. Elementwise ops of one tensor are listed in elementwise_ops.inc
 // instead.
 #pragma once
 

@@ -279,15 +279,17 @@ PyObject* register_fiber_state(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// keep_turn(): the running instance, if there is one, is not suspended until it ends.
-PyObject* keep_turn(PyObject*, PyObject*) {
-  if (Fiber* fiber = Fiber::current()) fiber->keep_turn();
+// keep_turn(cause): the running instance, if there is one, is not suspended until it ends.
+PyObject* keep_turn(PyObject*, PyObject* cause) {
+  const char* text = PyUnicode_AsUTF8(cause);
+  if (text == nullptr) return nullptr;
+  if (Fiber* fiber = Fiber::current()) fiber->keep_turn(text);
   Py_RETURN_NONE;
 }
 
 PyMethodDef methods[] = {
     {"run_fibers", run_fibers, METH_VARARGS, nullptr},
-    {"keep_turn", keep_turn, METH_NOARGS, nullptr},
+    {"keep_turn", keep_turn, METH_O, nullptr},
     {"wait_in_fiber", wait_in_fiber, METH_O, nullptr},
     {"register_fiber_state", register_fiber_state, METH_VARARGS, nullptr},
     {"compute", compute, METH_VARARGS, nullptr},

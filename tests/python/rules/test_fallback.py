@@ -196,7 +196,7 @@ def test_shape_errors_are_eagers_at_the_same_line(name: str) -> None:
 NOT_NATIVE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "cumprod_rows": (lambda x: x.cumprod(0), "functorch"),
     "sort_rows": (lambda x: x.sort(0)[0], "functorch"),
-    "trace": (torch.trace, "functorch"),
+    "diag_embed": (torch.diag_embed, "functorch"),
     "einsum": (lambda x: torch.linalg.matrix_norm(x), "functorch"),
     "sum_apart": (lambda x: x.view(1, 2, 3).nansum((0, 2)), "functorch"),
 }

@@ -47,7 +47,7 @@ __device__ typename Computed<T>::Type load(const T* from) {
 __device__ float load(const __half* from) { return __half2float(*from); }
 __device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
 
-#if defined(AUTOBATCH_CUDA_ON_CPU)  // other threads see the value from the next __syncthreads on
+#if defined(AUTOBATCH_CUDA_ON_CPU)  // other threads read it after the next __syncthreads
 template <class T>
 void put(T* to, T value) {
   cuda_on_cpu::store_later(to, value);

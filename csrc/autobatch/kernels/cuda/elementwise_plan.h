@@ -1,4 +1,4 @@
-// Elementwise programs as tasks for the CUDA kernel (elementwise.h).
+// Converts elementwise programs to tasks for the CUDA kernel (elementwise.h).
 #pragma once
 
 #include "autobatch/export.h"

@@ -1,4 +1,4 @@
-// Regions as a table for the CUDA kernels (region_layout.h).
+// Converts regions to a table for the CUDA kernels (region_layout.h).
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
@@ -19,14 +19,14 @@ struct Plan {
   int64_t uniform = 0, total = 0;
 
   Layout layout() const;
-  // Writes the table's bytes, layout().num_bytes() of them.
+  // Writes the layout().num_bytes() bytes of the table.
   void write(char* to) const;
 };
 
 enum class Access : uint8_t { kRead, kWrite };
 
-// Plans copies between the regions, which are read or written, and `packed`. Returns nullopt if a
-// region has too many dimensions.
+// Plans copies from the regions to `packed` (Access::kRead), or back (Access::kWrite). Returns
+// nullopt if a region has too many dimensions.
 std::optional<Plan> plan_copy(const Regions& regions, size_t item, const void* packed,
                               Access access);
 

@@ -1,4 +1,4 @@
-// Lookups of rows (row_lookups.h) as a table for the CUDA kernel (row_table.h).
+// Converts lookups of rows (row_lookups.h) to a table for the CUDA kernel (row_table.h).
 #pragma once
 
 #include "autobatch/export.h"

@@ -1,0 +1,233 @@
+#include "autobatch/rules/decompositions.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using Arguments = at::ArrayRef<c10::IValue>;
+
+bool is_strided(const c10::IValue& value, int64_t dim) {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().dim() == dim &&
+         value.toTensor().layout() == c10::kStrided;
+}
+
+bool has_elements(Arguments arguments) { return arguments[0].toTensor().numel() > 0; }
+
+// --- copies ---
+
+bool covers_repeat(Arguments arguments) {
+  const Tensor& x = arguments[0].toTensor();
+  const auto repeats = arguments[1].toIntVector();
+  return x.numel() > 0 && static_cast<int64_t>(repeats.size()) >= x.dim() &&
+         std::ranges::all_of(repeats, [](int64_t n) { return n > 0; });
+}
+
+// repeat(x, repeats): one copy of a view of x. In this view, each dimension is preceded by a
+// dimension of size `repeats[d]` and stride 0.
+Tensor repeat(Arguments arguments) {
+  const Tensor& x = arguments[0].toTensor();
+  const auto repeats = arguments[1].toIntVector();
+  const size_t new_dims = repeats.size() - static_cast<size_t>(x.dim());
+  Tensor view = x;
+  at::DimVector expanded, sizes;
+  for (size_t d = 0; d < repeats.size(); ++d) {
+    const int64_t size = d < new_dims ? 1 : x.size(static_cast<int64_t>(d - new_dims));
+    sizes.push_back(size * repeats[d]);
+    if (d < new_dims) {
+      expanded.push_back(repeats[d]);  // expand() adds leading dimensions by itself
+      continue;
+    }
+    if (repeats[d] > 1) {
+      view = view.unsqueeze(static_cast<int64_t>(expanded.size() - new_dims));
+      expanded.push_back(repeats[d]);
+    }
+    expanded.push_back(size);
+  }
+  return at::_unsafe_view(view.expand(expanded).clone(at::MemoryFormat::Contiguous), sizes);
+}
+
+// --- products of an instance's own matrices ---
+
+// Whether all tensors have the same dtype, and an addition after the product loses no precision in
+// this dtype.
+bool have_exact_dtype(const Tensor& a, const Tensor& b, const Tensor& c) {
+  const auto dtype = a.scalar_type();
+  return b.scalar_type() == dtype && c.scalar_type() == dtype &&
+         (dtype == at::kFloat || dtype == at::kDouble || c10::isComplexType(dtype));
+}
+
+bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
+  if (from.size() > to.size()) return false;
+  for (size_t d = 0; d < from.size(); ++d) {
+    const int64_t size = from[from.size() - 1 - d];
+    if (size != 1 && size != to[to.size() - 1 - d]) return false;
+  }
+  return true;
+}
+
+// addmm(x, a, b, beta, alpha) and baddbmm(x, a, b, beta, alpha) return beta x + alpha a b.
+template <int64_t dim>
+bool covers_sum_with_product(Arguments arguments) {
+  if (!is_strided(arguments[1], dim) || !is_strided(arguments[2], dim)) return false;
+  const Tensor &x = arguments[0].toTensor(), &a = arguments[1].toTensor(),
+               &b = arguments[2].toTensor();
+  if (!have_exact_dtype(x, a, b)) return false;
+  if (a.size(-1) != b.size(-2) || a.numel() == 0 || b.numel() == 0) return false;
+  at::DimVector sizes(a.sizes().begin(), a.sizes().end());
+  sizes.back() = b.size(-1);
+  return (dim == 2 || a.size(0) == b.size(0)) && broadcasts_to(x.sizes(), sizes);
+}
+
+Tensor sum_with(Arguments arguments, Tensor product) {
+  const c10::Scalar beta = arguments[3].toScalar(), alpha = arguments[4].toScalar();
+  if (!alpha.equal(1)) product = product.mul(alpha);
+  Tensor x = arguments[0].toTensor();
+  if (!beta.equal(1)) x = x.mul(beta);
+  if (beta.equal(0)) x = x.nan_to_num(0);  // as in eager, NaN and infinity in x do not matter
+  return at::add(product, x);
+}
+
+Tensor addmm(Arguments arguments) {
+  return sum_with(arguments, at::mm(arguments[1].toTensor(), arguments[2].toTensor()));
+}
+Tensor baddbmm(Arguments arguments) {
+  return sum_with(arguments, at::bmm(arguments[1].toTensor(), arguments[2].toTensor()));
+}
+
+bool covers_bilinear(Arguments arguments) {
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  if (!is_strided(arguments[2], 3) || x.dim() == 0 || x.dim() != y.dim()) return false;
+  const Tensor& weight = arguments[2].toTensor();
+  if (!have_exact_dtype(x, y, weight) || !weight.is_contiguous() || x.numel() == 0) return false;
+  if (weight.size(1) != x.size(-1) || weight.size(2) != y.size(-1)) return false;
+  if (arguments[3].isTensor() && arguments[3].toTensor().defined()) {
+    const Tensor& bias = arguments[3].toTensor();
+    if (bias.dim() != 1 || bias.size(0) != weight.size(0)) return false;
+  }
+  return x.sizes().slice(0, x.dim() - 1) == y.sizes().slice(0, y.dim() - 1);
+}
+
+// bilinear(x, y, weight, bias) first multiplies y by the weight, viewed as [outputs * width of x,
+// width of y]. The product is then multiplied by x and summed over the width of x.
+Tensor bilinear(Arguments arguments) {
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor(),
+               &weight = arguments[2].toTensor();
+  const int64_t outputs = weight.size(0), width = weight.size(1);
+  const Tensor product = at::linear(y, weight.view({outputs * width, weight.size(2)}));
+  const Tensor result = (product.unflatten(-1, {outputs, width}) * x.unsqueeze(-2)).sum(-1);
+  const bool has_bias = arguments[3].isTensor() && arguments[3].toTensor().defined();
+  return has_bias ? result + arguments[3].toTensor() : result;
+}
+
+// --- pooling with one window, which contains all elements of a channel ---
+
+bool all_equal(at::IntArrayRef numbers, int64_t number) {
+  return std::ranges::all_of(numbers, [number](int64_t n) { return n == number; });
+}
+
+// Whether the list has one number for each dimension, or one number for all dimensions.
+bool fits(at::IntArrayRef numbers, int64_t dims) {
+  return numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims;
+}
+
+// Whether the list has `number` for each dimension.
+bool is_each(const c10::IValue& list, int64_t dims, int64_t number) {
+  const auto numbers = list.toIntVector();
+  return fits(numbers, dims) && all_equal(numbers, number);
+}
+
+// Whether the kernel is as large as the last `dims` dimensions of the tensor, and the strides, if
+// given, are valid.
+bool is_one_window(Arguments arguments, int64_t dims) {
+  const auto kernel = arguments[1].toIntVector(), strides = arguments[2].toIntVector();
+  const at::IntArrayRef all_sizes = arguments[0].toTensor().sizes();
+  const at::IntArrayRef sizes = all_sizes.slice(all_sizes.size() - static_cast<size_t>(dims));
+  if (!strides.empty() && !fits(strides, dims)) return false;
+  if (!std::ranges::all_of(strides, [](int64_t n) { return n > 0; })) return false;
+  return kernel.size() == 1 ? all_equal(sizes, kernel[0]) : sizes == at::IntArrayRef(kernel);
+}
+
+template <int64_t dims>
+bool is_image(Arguments arguments) {
+  const Tensor& x = arguments[0].toTensor();
+  return (x.dim() == dims + 1 || x.dim() == dims + 2) && x.numel() > 0 &&
+         (dims == 1 || x.is_contiguous()) && c10::isFloatingType(x.scalar_type());
+}
+
+// max_pool(x, kernel, stride, padding, dilation, ceil)
+template <int64_t dims>
+bool covers_max_pool(Arguments arguments) {
+  return is_image<dims>(arguments) && is_one_window(arguments, dims) &&
+         is_each(arguments[3], dims, 0) && is_each(arguments[4], dims, 1);
+}
+
+// avg_pool(x, kernel, stride, padding, ceil, count_include_pad, divisor)
+template <int64_t dims>
+bool covers_average_pool(Arguments arguments) {
+  return is_image<dims>(arguments) && is_one_window(arguments, dims) &&
+         is_each(arguments[3], dims, 0) && (dims == 1 || arguments[6].isNone());
+}
+
+// adaptive_avg_pool(x, sizes)
+template <int64_t dims>
+bool covers_adaptive_pool(Arguments arguments) {
+  return is_image<dims>(arguments) && is_each(arguments[1], dims, 1);
+}
+
+// The gradient of max() goes to the first of equal elements, as the gradient of max_pool() does.
+template <int64_t dims, bool is_max>
+Tensor pool(Arguments arguments) {
+  Tensor x = arguments[0].toTensor().flatten(-dims);
+  // A transposed sequence is transposed back, because the native rules reduce row-major tensors.
+  const bool transposed = !x.is_contiguous() && x.mT().is_contiguous();
+  if (transposed) x = x.mT();
+  const int64_t dim = transposed ? -2 : -1;
+  Tensor result = is_max ? std::get<0>(at::max(x, dim, true)) : x.mean(dim, true);
+  if (transposed) result = result.mT();
+  return dims == 2 ? result.unsqueeze(-1) : result;
+}
+
+// --- traces ---
+
+bool covers_trace(Arguments arguments) {
+  return is_strided(arguments[0], 2) && has_elements(arguments);
+}
+Tensor trace(Arguments arguments) { return arguments[0].toTensor().diagonal().sum(); }
+
+struct Entry {
+  std::string_view op;
+  Decomposition decomposition;
+};
+
+constexpr Entry kEntries[] = {
+    {"aten::repeat", {covers_repeat, repeat}},
+    {"aten::tile", {has_elements, nullptr}},
+    {"aten::repeat_interleave.self_int", {has_elements, nullptr}},
+    {"aten::addmm", {covers_sum_with_product<2>, addmm}},
+    {"aten::baddbmm", {covers_sum_with_product<3>, baddbmm}},
+    {"aten::bilinear", {covers_bilinear, bilinear}},
+    {"aten::max_pool1d", {covers_max_pool<1>, pool<1, true>}},
+    {"aten::max_pool2d", {covers_max_pool<2>, pool<2, true>}},
+    {"aten::avg_pool1d", {covers_average_pool<1>, pool<1, false>}},
+    {"aten::avg_pool2d", {covers_average_pool<2>, pool<2, false>}},
+    {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, pool<1, false>}},
+    {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, pool<2, false>}},
+    {"aten::trace", {covers_trace, trace}},
+    {"aten::diff", {has_elements, nullptr}},
+    {"aten::kron", {has_elements, nullptr}},
+};
+
+}  // namespace
+
+const Decomposition* find_decomposition(std::string_view op) {
+  for (const Entry& entry : kEntries) {
+    if (entry.op == op) return &entry.decomposition;
+  }
+  return nullptr;
+}
+
+}  // namespace autobatch
