@@ -61,8 +61,8 @@ class Trace {
   std::vector<TraceFlush> flushes;
   std::vector<TraceStage> stages;
   std::vector<TraceBatch> batches;
-  // Entries by node, for all schedules. Nodes and batches are numbered consecutively across
-  // schedules.
+  // Both are indexed by node. The nodes and batches of a schedule are numbered after those of the
+  // previous schedule.
   std::vector<uint64_t> batch_of_node;
   std::vector<std::vector<uint32_t>> inputs_of_node;
   bool is_cut = false;

@@ -81,8 +81,8 @@ class SignatureTable {
 
 uint64_t hash_key(const Key& key);
 
-// An argument becomes a sequence of words that begins with a mark of its type. `Words` is a Key or
-// a class with the same push_back.
+// An argument becomes a sequence of words that begins with a mark of its type. The functions below
+// append an argument to a Key, or to another class `Words` with the same push_back.
 enum WordMark : uint64_t {
   kNoneWord = 1,
   kIntWord,

@@ -22,7 +22,7 @@ struct ElementwisePlace {
   int64_t mid = 0;  // elements from one run to the next
   // The two fields below are for a temporary, which only the program reads (`data` is null).
   // `before`: elements per row of all temporaries before this one. `offset`: elements from the
-  // start of its own row.
+  // start of the temporary's row to the first element of this place.
   int64_t before = 0;
   int64_t offset = 0;
 };

@@ -342,7 +342,7 @@ class ProductRule final : public Rule {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }
 
-  // Adds the products x y to the gradient of the operand.
+  // Adds each member's product of x and y to the gradient of the member's operand `slot`.
   static void add(BackwardBatch& batch, size_t slot, const Tensor& x, const Tensor& y) {
     batch.add_computed(slot, {x.size(0), x.size(1), y.size(2)},
                        [&](Tensor& to) { multiply_each(to, x, y); });

@@ -21,8 +21,8 @@ namespace {
 
 using at::Tensor;
 
-// Members whose rows are padded to `longest`, the largest number of rows. Each member has more than
-// longest / 2 rows.
+// Members that are padded to `longest` rows, the largest number of rows of any member. Each member
+// has more than longest / 2 rows of its own.
 struct Padded {
   Members members;
   std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch

@@ -93,7 +93,7 @@ class BestCandidates {
   std::unordered_map<uint64_t, Entry> families_;
 };
 
-// Uses the candidate that was best for graphs like this one.
+// Schedules a graph with the candidate that was best for earlier graphs of the same family.
 class AutoPolicy final : public Policy {
  public:
   std::string_view name() const override { return "auto"; }

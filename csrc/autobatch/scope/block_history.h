@@ -28,9 +28,9 @@ class BlockHistory {
   // Largest number of calls made by a block that was not worth deferring.
   uint64_t most_calls() const { return most_calls_; }
 
-  // Timing trials of the deferred blocks: index 0 for blocks without gradients, index 1 for blocks
-  // with gradients.
-  std::array<Trials, 2> trials;
+  // Timing trials of the deferred blocks and the maps. Add 1 to the index if gradients are
+  // recorded, and add 2 for a map.
+  std::array<Trials, 4> trials;
 
  private:
   uint32_t losses_ = 0;  // consecutive blocks that were not worth deferring

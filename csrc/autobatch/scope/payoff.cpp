@@ -129,7 +129,7 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
   history_ = std::move(history);
   calls_before_ = capture_state.calls;
   if (history_->pays(identity)) {
-    begin_trial(identity);
+    begin_trial(/*is_map=*/false, identity);
     return;
   }
   report_.add_pause(current_site());
@@ -146,15 +146,17 @@ bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;
   history_ = std::move(history);
   calls_before_ = capture_state.calls;
-  return begin_trial(identity);
+  return begin_trial(/*is_map=*/true, identity);
 }
 
-bool Scope::begin_trial(const std::function<uint64_t()>& identity) {
+bool Scope::begin_trial(bool is_map, const std::function<uint64_t()>& identity) {
   // Results of deferred and eager blocks differ in rounding, so deterministic programs run no
   // trials.
   if (at::globalContext().deterministicAlgorithms() || report_.trace != nullptr) return false;
-  trials_ = &history_->trials[at::GradMode::is_enabled() ? 1 : 0];
-  const Trials::Run run = trials_->begin(at::GradMode::is_enabled(), identity);
+  for (Trials& trials : history_->trials) trials.end_period();
+  const bool grad_mode = at::GradMode::is_enabled();
+  trials_ = &history_->trials.at((grad_mode ? 1 : 0) + (is_map ? 2 : 0));
+  const Trials::Run run = trials_->begin(grad_mode, identity);
   estimates_ = run == Trials::Run::kSampled;
   is_eager_ = run == Trials::Run::kEager;
   if (!is_eager_) return false;

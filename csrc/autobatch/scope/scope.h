@@ -254,7 +254,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Pauses for this many calls.
   void pause(uint64_t calls);
   // Returns whether the block or map runs eagerly.
-  bool begin_trial(const std::function<uint64_t()>& identity);
+  bool begin_trial(bool is_map, const std::function<uint64_t()>& identity);
   void end_block(bool failed);
 
   uint64_t id_;

@@ -17,6 +17,8 @@ constexpr double kLost = 1.15;      // above this ratio, one eager block is enou
 constexpr double kOther = 2;        // a block whose time differs by this factor does other work
 constexpr double kSure = 0.9;       // a block whose ops take a larger share of its time is deferred
 constexpr Seconds kShortest{1e-3};  // a shorter block is not worth a trial
+constexpr Seconds kLong{4e-3};      // a block so long that computing its identity costs below 1 %
+constexpr uint32_t kChanging = 8;   // new identities in a row after which only needed ones count
 constexpr size_t kMostOthers = 8;   // models of one place that are remembered, besides the last one
 constexpr uint32_t kForget = 64;    // blocks of one model after which the others are forgotten
 
@@ -26,9 +28,11 @@ double Trials::Times::least() const {
   return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
 }
 
-// Computing the identity takes longer than a short block. Therefore the identity is computed only
-// if a block may run eagerly.
+// Computing the identity takes longer than a short block. Therefore the identity of short blocks is
+// computed only if a block may run eagerly. Some programs have another identity in each block, for
+// example because each block makes a new model. An identity is of no use there.
 bool Trials::needs_identity() const {
+  if (took_ >= kLong && unknown_ < kChanging) return true;
   const auto may_be_eager = [](const Known& known) {
     return known.phase != Phase::kWatch || known.wait == 0;
   };
@@ -37,6 +41,7 @@ bool Trials::needs_identity() const {
 
 void Trials::switch_to(uint64_t identity) {
   if (identity == known_.identity) {
+    unknown_ = 0;
     if (++unchanged_ > kForget) others_.clear();
     return;
   }
@@ -45,6 +50,7 @@ void Trials::switch_to(uint64_t identity) {
   next.identity = identity;
   next.wait = 0;
   const auto found = std::ranges::find(others_, identity, &Known::identity);
+  unknown_ = found == others_.end() ? unknown_ + 1 : 0;
   if (found != others_.end()) {
     next = *found;
     others_.erase(found);
@@ -55,8 +61,7 @@ void Trials::switch_to(uint64_t identity) {
 }
 
 Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_point now) {
-  if (has_period_ && by_period_) add(run_, Seconds(now - began_).count());
-  has_period_ = false;
+  end_period(now);
   is_open_ = true;
   by_period_ = grad_mode;
   began_ = now;
@@ -75,10 +80,16 @@ Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_
   return run_;
 }
 
+void Trials::end_period(Clock::time_point now) {
+  if (has_period_ && by_period_) add(run_, Seconds(now - began_).count());
+  has_period_ = false;
+}
+
 void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
   if (!is_open_) return;
   is_open_ = false;
-  const Seconds took = now - began_;
+  took_ = now - began_;
+  const Seconds took = took_;
   if (run_ == Run::kSampled) {
     const Seconds itself = took - Seconds(estimate.sampling);
     const bool may_lose = itself > kShortest && Seconds(estimate.eager) < kSure * itself;

@@ -31,8 +31,11 @@ class Trials {
 
   // Begins a block. `grad_mode` tells whether the block records gradients. If a block records
   // gradients, its measured time includes backward and the rest of the step, until the next block
-  // begins. `identity` is called only if needed.
+  // begins at the place (end_period). `identity` is called only if needed.
   Run begin(bool grad_mode, const Identity& identity, Clock::time_point now = Clock::now());
+  // Ends the measured time of the last block, if the block recorded gradients. Called when any
+  // block begins at the place.
+  void end_period(Clock::time_point now = Clock::now());
   // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());
 
@@ -72,6 +75,8 @@ class Trials {
   Known known_;                // of the blocks that run now
   std::vector<Known> others_;  // the last one first
   uint32_t unchanged_ = 0;     // how often in a row the same identity was determined
+  uint32_t unknown_ = 0;       // how often in a row a new identity was determined
+  Clock::duration took_{};     // duration of the last block
   Run run_ = Run::kDeferred;
   bool is_open_ = false, by_period_ = false, has_period_ = false;
   Clock::time_point began_;

@@ -96,15 +96,33 @@ TEST_CASE("models that come back after many others are deferred") {
   }
 }
 
-TEST_CASE("after a model that eager execution won another model is soon not identified any more") {
+TEST_CASE("after a model that eager execution won short blocks are soon not identified any more") {
   Program program;
-  program.eager_of(20, milliseconds(20), milliseconds(10));
+  program.eager_of(20, milliseconds(3), milliseconds(2));
   program.identity = 2;
   program.may_lose = false;
-  program.eager_of(100, milliseconds(20), milliseconds(10));
+  program.eager_of(100, milliseconds(3), milliseconds(2));
   program.asked = 0;
-  program.eager_of(100, milliseconds(20), milliseconds(10));
+  program.eager_of(100, milliseconds(3), milliseconds(2));
   CHECK(program.asked == 0);
+}
+
+TEST_CASE("after a model that deferring won another model at the same place is timed at once") {
+  Program program;
+  CHECK(program.eager_of(100, milliseconds(10), milliseconds(20)) == 1);
+  program.identity = 2;
+  CHECK(program.run(milliseconds(20), milliseconds(10)) == Run::kSampled);
+  CHECK(program.eager_of(100, milliseconds(20), milliseconds(10)) > 80);
+}
+
+TEST_CASE("models that change from block to block are soon not identified any more") {
+  Program program;
+  program.may_lose = false;
+  for (int i = 0; i < 100; ++i) {
+    ++program.identity;
+    program.run(milliseconds(20), milliseconds(10));
+  }
+  CHECK(program.asked < 50);
 }
 
 TEST_CASE("after a block that takes far longer than those before, both ways are tried again") {
