@@ -21,8 +21,9 @@ MOST_ROUNDS, LEAST_ROUNDS = 15, 3
 MOST_WARM_UP, LEAST_WARM_UP = 16, 12
 # Steps of a variant in a row in a round, of which the last counts. With gradients the library times
 # a step from the start of one block to the start of the next. The other variants would be part of
-# that time.
-IN_A_ROW = 2
+# that time. The number is odd, because the library may run a variant's blocks deferred and eager in
+# turn: then neither kind is always the last one before the other variants.
+IN_A_ROW = 3
 MANY, FEW = 8, 4  # so many batches of an op, of fewer calls than so many each, are worth a word
 
 
