@@ -73,9 +73,9 @@ class Call {
         return run_as_it_is();
       case Action::kDefer:
         if (defer()) return;
-        if (!info_.decomposes && !has_decomposition())
-          return at_once("no batching for these arguments");
-        return named([this] { decompose(); });
+        if (has_decomposition()) return named([this] { run_decomposition(); });
+        if (!info_.decomposes) return at_once("no batching for these arguments");
+        return named([this] { run_composite(); });
       case Action::kDecompose:
         return named([this] { run_composite(); });
       case Action::kFactory:
@@ -413,9 +413,7 @@ class Call {
     }
   }
 
-  // Runs the op's decomposition, or its composite kernel.
-  void decompose() {
-    if (!has_decomposition() || info_.decomposition->run == nullptr) return run_composite();
+  void run_decomposition() {
     lock_.release();
     give({info_.decomposition->run(arguments())}, false);
   }

@@ -15,7 +15,7 @@ namespace autobatch {
 namespace {
 
 struct Override {
-  std::string_view op;  // without the overload name: applies to every overload
+  std::string_view op;  // "aten::outer" stands for every overload, "aten::add.Tensor" for one
   Action action;
 };
 
@@ -85,6 +85,10 @@ constexpr Override kOverrides[] = {
     // Composite ops without a batching rule that call ops with a batching rule.
     {"aten::column_stack", Action::kDecompose},
     {"aten::take_along_dim", Action::kDecompose},
+    {"aten::tile", Action::kDecompose},
+    {"aten::repeat_interleave.self_int", Action::kDecompose},
+    {"aten::diff", Action::kDecompose},
+    {"aten::kron", Action::kDecompose},
     // Ops that call matrix products. The rules of matrix products accept instances of any size.
     {"aten::einsum", Action::kDecompose},
     {"aten::tensordot", Action::kDecompose},
@@ -263,7 +267,9 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
     if (info->view != nullptr) info->action = Action::kView;
     if (!info->rules.empty()) info->action = Action::kDefer;
     for (const Override& entry : kOverrides) {
-      if (entry.op == op.operator_name().name) info->action = entry.action;
+      if (entry.op == op.operator_name().name || entry.op == info->name) {
+        info->action = entry.action;
+      }
     }
   }
   info->unsafe_split =

@@ -10,12 +10,14 @@ namespace {
 using at::Tensor;
 using Arguments = at::ArrayRef<c10::IValue>;
 
-bool is_strided(const c10::IValue& value, int64_t dim) {
-  return value.isTensor() && value.toTensor().defined() && value.toTensor().dim() == dim &&
-         value.toTensor().layout() == c10::kStrided;
+bool is_given(const c10::IValue& tensor) {
+  return tensor.isTensor() && tensor.toTensor().defined();
 }
 
-bool has_elements(Arguments arguments) { return arguments[0].toTensor().numel() > 0; }
+bool is_strided(const c10::IValue& value, int64_t dim) {
+  return is_given(value) && value.toTensor().dim() == dim &&
+         value.toTensor().layout() == c10::kStrided;
+}
 
 // --- copies ---
 
@@ -104,7 +106,7 @@ bool covers_bilinear(Arguments arguments) {
   const Tensor& weight = arguments[2].toTensor();
   if (!have_exact_dtype(x, y, weight) || !weight.is_contiguous() || x.numel() == 0) return false;
   if (weight.size(1) != x.size(-1) || weight.size(2) != y.size(-1)) return false;
-  if (arguments[3].isTensor() && arguments[3].toTensor().defined()) {
+  if (is_given(arguments[3])) {
     const Tensor& bias = arguments[3].toTensor();
     if (bias.dim() != 1 || bias.size(0) != weight.size(0)) return false;
   }
@@ -119,8 +121,7 @@ Tensor bilinear(Arguments arguments) {
   const int64_t outputs = weight.size(0), width = weight.size(1);
   const Tensor product = at::linear(y, weight.view({outputs * width, weight.size(2)}));
   const Tensor result = (product.unflatten(-1, {outputs, width}) * x.unsqueeze(-2)).sum(-1);
-  const bool has_bias = arguments[3].isTensor() && arguments[3].toTensor().defined();
-  return has_bias ? result + arguments[3].toTensor() : result;
+  return is_given(arguments[3]) ? result + arguments[3].toTensor() : result;
 }
 
 // --- pooling with one window, which contains all elements of a channel ---
@@ -194,7 +195,7 @@ Tensor pool(Arguments arguments) {
 // --- traces ---
 
 bool covers_trace(Arguments arguments) {
-  return is_strided(arguments[0], 2) && has_elements(arguments);
+  return is_strided(arguments[0], 2) && arguments[0].toTensor().numel() > 0;
 }
 Tensor trace(Arguments arguments) { return arguments[0].toTensor().diagonal().sum(); }
 
@@ -205,8 +206,6 @@ struct Entry {
 
 constexpr Entry kEntries[] = {
     {"aten::repeat", {covers_repeat, repeat}},
-    {"aten::tile", {has_elements, nullptr}},
-    {"aten::repeat_interleave.self_int", {has_elements, nullptr}},
     {"aten::addmm", {covers_sum_with_product<2>, addmm}},
     {"aten::baddbmm", {covers_sum_with_product<3>, baddbmm}},
     {"aten::bilinear", {covers_bilinear, bilinear}},
@@ -217,8 +216,6 @@ constexpr Entry kEntries[] = {
     {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, pool<1, false>}},
     {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, pool<2, false>}},
     {"aten::trace", {covers_trace, trace}},
-    {"aten::diff", {has_elements, nullptr}},
-    {"aten::kron", {has_elements, nullptr}},
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Ops that have no native rule, but are computed by ops that have native rules. A native rule
+// Ops that have no native rule and are not composite, but can be computed by ops that have native
+// rules. (For composite ops, whose kernels call other ops, see Action::kDecompose.) A native rule
 // batches instances of any size. The generic rules need one batch for each size.
 #pragma once
 
@@ -14,8 +15,7 @@ struct Decomposition {
   // Whether `run` computes this call. Returns false for arguments that eager may reject, so that
   // eager raises its own error.
   bool (*covers)(at::ArrayRef<c10::IValue> arguments);
-  // Computes the result by calls of ops, which are captured. Null if the op is composite, because
-  // the kernel of a composite op calls other ops.
+  // Computes the result by calls of ops, which are captured.
   at::Tensor (*run)(at::ArrayRef<c10::IValue> arguments);
 };
 

@@ -93,6 +93,14 @@ def test_sums_over_instances_are_complete() -> None:
     torch.testing.assert_close(module.total, other.total)
 
 
+def test_the_report_names_the_attribute() -> None:
+    with ab.batch(adaptive=False) as scope:
+        ab.map(run(Spiking("tensor")), inputs())
+    found = [finding for finding in scope.report().findings if "Spiking.state" in finding.what]
+    assert found, scope.report()
+    assert "local variable" in found[0].remedy
+
+
 def test_numbers_and_new_modules_do_not_end_the_turns() -> None:
     class Counting(nn.Module):
         calls = 0
