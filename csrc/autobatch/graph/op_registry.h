@@ -23,8 +23,10 @@ enum class Action : uint8_t {
   // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. If the result is not
   // plain, the op runs at once, with a stand-in for a pending argument.
   kFactory,
-  kDecompose,  // composite op that may return its argument: the ops that it calls are captured
-  kAtOnce,     // needs values, or has effects: its arguments are computed, then it runs
+  // Composite op that may return its argument, or that calls ops with native rules: the ops that it
+  // calls are captured.
+  kDecompose,
+  kAtOnce,  // needs values, or has effects: its arguments are computed, then it runs
   // Writes to an argument. The write is deferred if `OpInfo::write` tells the written value
   // (deferred_writes.h). Any other write is handled like kAtOnce, but pending readers of the memory
   // run first.
