@@ -153,6 +153,7 @@ class CMakeBuild(build_ext):
             "-DAUTOBATCH_BUILD_PYTHON=ON",
             f"-DAUTOBATCH_WERROR={os.environ.get('AUTOBATCH_WERROR') or 'OFF'}",
             f"-DAUTOBATCH_CAPTURE_KEY={CAPTURE_KEY}",
+            f"-DAUTOBATCH_IN_PLACE={'ON' if self.is_in_place() else 'OFF'}",
             *shlex.split(os.environ.get("AUTOBATCH_CMAKE_ARGS", "")),
         ]
         scripts = Path(sysconfig.get_path("scripts"))

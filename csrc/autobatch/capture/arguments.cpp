@@ -22,7 +22,11 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
           s.leaf |= p->requires_grad() != graph.requires_grad_now(p->value());
         }
       }
-      s.plain &= is_plain(*tensor.unsafeGetTensorImpl()) && !has_tangent(tensor);
+      if (!is_plain(*tensor.unsafeGetTensorImpl())) {
+        s.plain = false;
+        s.sparse |= tensor.layout() != c10::kStrided;
+      }
+      s.plain &= !has_tangent(tensor);
       s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
       // Eager refuses to save an inference tensor for backward, so eager runs the call.
       s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();

@@ -22,6 +22,7 @@ struct Scan {
   bool requires_grad = false;
   bool weight = false;   // some tensor is in a weight position
   bool plain = true;     // every tensor is plain (is_plain), and captured ops may take it
+  bool sparse = false;   // some tensor has another layout than kStrided
   bool foreign = false;  // some tensor is pending in another scope, or lost
   bool leaf = false;     // some pending tensor was made a leaf by requires_grad_()
 };
@@ -96,6 +97,17 @@ inline bool may_pass(const CaptureState& state) {
 
 // Whether the call takes no tensor and returns the same result each time, like `arange(5)`.
 bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments);
+
+// Calls `visit` with each dense tensor that the call writes to.
+template <class Visit>
+void for_each_written(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const Visit& visit) {
+  for (size_t i = 0; i < arguments.size() && i < 64; ++i) {
+    if ((info.written_arguments >> i & 1) == 0) continue;
+    for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
+      if (tensor.layout() == c10::kStrided && !tensor.is_meta()) visit(tensor);
+    });
+  }
+}
 
 // Computes the pending arguments. The reason in the report is the op's name, followed by
 // `separator` and `reason`.

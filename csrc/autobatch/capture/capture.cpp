@@ -77,7 +77,7 @@ class Call {
         if (!info_.decomposes) return at_once("no batching for these arguments");
         return named([this] { run_composite(); });
       case Action::kDecompose:
-        return named([this] { run_composite(); });
+        return named([this] { has_decomposition() ? run_decomposition() : run_composite(); });
       case Action::kFactory:
         return factory();
       case Action::kMutate:
@@ -132,7 +132,8 @@ class Call {
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
-    if (!s.plain || left_to_eager_) return Action::kAtOnce;
+    if (left_to_eager_) return Action::kAtOnce;
+    if (!s.plain) return is_sparse_product(s) ? Action::kDecompose : Action::kAtOnce;
     if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
     const bool recorded = is_captured(s) || CaptureState::current().captures_data;
@@ -211,6 +212,12 @@ class Call {
   }
 
   bool has_decomposition() const { return autobatch::has_decomposition(info_, arguments()); }
+
+  // Whether the call multiplies by a sparse matrix and has a decomposition.
+  bool is_sparse_product(const Scan& s) const {
+    return (s.pending || (s.requires_grad && grad_mode())) && s.sparse && has_decomposition() &&
+           !is_cast_by_autocast();
+  }
 
   bool is_argument(const at::Tensor& result) const {
     bool found = false;
@@ -315,6 +322,7 @@ class Call {
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
+    check_not_reinterpreted(scope_.graph(), info_, arguments());
     if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }
@@ -340,15 +348,9 @@ class Call {
     }
   }
 
-  // Calls `visit` with each dense tensor that the call writes to.
   template <class Visit>
   void for_each_written(const Visit& visit) const {
-    for (size_t i = 0; i < num_arguments() && i < 64; ++i) {
-      if ((info_.written_arguments >> i & 1) == 0) continue;
-      for_each_tensor(arguments()[i], [&](const at::Tensor& tensor) {
-        if (tensor.layout() == c10::kStrided && !tensor.is_meta()) visit(tensor);
-      });
-    }
+    autobatch::for_each_written(info_, arguments(), visit);
   }
 
   template <class Is>

@@ -38,12 +38,18 @@ bool is_stale(const Graph& graph, const Tensor& tensor) {
          graph.is_stale(tensor);
 }
 
-// Returns the variance and the mean over these dimensions. For one dimension, `var` and `mean` are
-// called separately, because both have native rules for any number of rows.
-std::tuple<Tensor, Tensor> statistics(const Tensor& x, at::IntArrayRef dims) {
+// Returns the variance and the mean of each channel of x [N, C, ...]. If one dimension is left to
+// reduce, `var` and `mean` are called separately, because both have native rules for any length.
+std::tuple<Tensor, Tensor> statistics(Tensor x) {
   const c10::Scalar correction(1);
-  if (dims.size() > 1) return at::var_mean(x, dims, correction);
-  return {at::var(x, dims, correction), at::mean(x, dims)};
+  if (x.dim() == 2) return {at::var(x, {0}, correction), at::mean(x, {0})};
+  if (x.size(0) == 1) {
+    x = x.squeeze(0).flatten(1);
+    return {at::var(x, {1}, correction), at::mean(x, {1})};
+  }
+  at::DimVector dims{0};
+  for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
+  return at::var_mean(x, dims, correction);
 }
 
 void finish(Scope& scope, const std::string& reason) {
@@ -72,11 +78,9 @@ bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue>
   const auto optional = [&](size_t i) { return arguments[i].toOptional<Tensor>(); };
   result = at::batch_norm(x, optional(1), optional(2), {}, {}, /*training=*/true, momentum,
                           arguments[7].toDouble(), arguments[8].toBool());
-  at::DimVector dims{0};
-  for (int64_t d = 2; d < x.dim(); ++d) dims.push_back(d);
   Tensor data = x.detach();
   if (data.scalar_type() != mean.scalar_type()) data = data.to(mean.scalar_type());
-  const auto [var_of_x, mean_of_x] = statistics(data, dims);
+  const auto [var_of_x, mean_of_x] = statistics(data);
   scope.updates().push_back({mean, mean_of_x, momentum});
   scope.updates().push_back({variance, var_of_x, momentum});
   graph.note_stale(mean);

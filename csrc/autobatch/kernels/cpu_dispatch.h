@@ -5,6 +5,7 @@
 #include "autobatch/kernels/elementwise_program.h"
 #include "autobatch/kernels/matrix_products.h"
 #include "autobatch/kernels/segment_softmax.h"
+#include "autobatch/kernels/sparse_product.h"
 
 namespace autobatch {
 
@@ -25,12 +26,17 @@ struct MultiplyBlock {
 };
 using MultiplyKernel = void (*)(const MultiplyBlock&);
 
+template <class T>
+using SparseProductKernel = void (*)(const SparseProduct<T>&);
+
 struct CpuKernels {
   ElementwiseKernel elementwise;
   ProductKernel matrix_products;
   SoftmaxKernel softmax;
   TurnKernel turn;
   MultiplyKernel multiply;  // null where oneDNN has a microkernel
+  SparseProductKernel<float> sparse_product_float;
+  SparseProductKernel<double> sparse_product_double;
 };
 
 extern const CpuKernels kernels_avx2;

@@ -6,6 +6,7 @@
 
 namespace autobatch {
 
-const CpuKernels kernels_avx512 = {run_rows, run_product_kernel, run_softmax, turn, nullptr};
+const CpuKernels kernels_avx512 = {run_rows, run_product_kernel, run_softmax,        turn,
+                                   nullptr,  add_product<float>, add_product<double>};
 
 }  // namespace autobatch

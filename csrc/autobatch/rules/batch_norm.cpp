@@ -1,5 +1,5 @@
-// batch_norm in training mode, for instances with any number of rows. Each instance has its own
-// statistics.
+// batch_norm for instances of any size: in training mode, where each instance has its own
+// statistics, and in evaluation mode, where all instances have the module's statistics.
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
@@ -114,8 +114,127 @@ class BatchNormRule final : public Rule {
   };
 };
 
+// The factor and the addend of each channel, spread over the elements of all members' operand 0,
+// which is [N, C, ...] with any sizes N and ... .
+class Channels {
+ public:
+  explicit Channels(BatchView& batch) {
+    const auto& sizes = batch.operand_value(0, 0).geometry->sizes;
+    channels_ = sizes[1];
+    if (sizes.size() == 2) {
+      data_ = batch.rows(0, channels_);
+    } else if (batch.uniform(0)) {
+      data_ = batch.stacked(0).view({batch.size() * sizes[0], channels_, -1});
+    } else {
+      data_ = batch.flat(0);
+      for (int64_t m = 0; m < batch.size(); ++m) {
+        const Geometry& g = *batch.operand_value(m, 0).geometry;
+        const int64_t blocks = g.sizes[0] * channels_;
+        counts_.insert(counts_.end(), static_cast<size_t>(blocks), g.numel / blocks);
+      }
+    }
+  }
+
+  // The elements: [rows, C], [N, C, elements], or 1-D if the members have different sizes.
+  const Tensor& data() const { return data_; }
+
+  // Expands a vector [C] so that it broadcasts to data().
+  Tensor spread(const Tensor& vector) const {
+    if (data_.dim() == 2) return vector;
+    if (data_.dim() == 3) return vector.unsqueeze(1);
+    const int64_t blocks = static_cast<int64_t>(counts_.size());
+    return repeat_rows(vector.repeat({blocks / channels_}).unsqueeze(1), counts_).view(-1);
+  }
+
+  // Sums values of the sizes of data() by channel. Returns [C].
+  Tensor sum(const Tensor& values) const {
+    if (data_.dim() == 2) return values.sum(0);
+    if (data_.dim() == 3) return values.sum(at::IntArrayRef{0, 2});
+    Tensor sums = at::empty({static_cast<int64_t>(counts_.size()), 1}, values.options());
+    segment_sum(values.unsqueeze(1), counts_, sums);
+    return sums.view({-1, channels_}).sum(0);
+  }
+
+ private:
+  int64_t channels_ = 1;
+  Tensor data_;
+  Counts counts_;  // by member, N and channel: number of elements; empty if sizes are equal
+};
+
+// batch_norm(x [N, C, ...], weight?, bias?, running_mean, running_var, training=False, ...). All
+// instances have the same statistics, so each channel is multiplied by a number, and another number
+// is added.
+class StoredStatisticsRule final : public Rule {
+ public:
+  bool reads(size_t slot) const override { return slot != kBias; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(NodeBuilder& builder) const override {
+    if (!builder.is_tensor(0) || builder.argument(kTraining).toBool()) return false;
+    if (!builder.is_tensor(kMean) || !builder.is_tensor(kVariance)) return false;
+    const Value x = builder.operand(0);
+    const auto& sizes = x.geometry->sizes;
+    if (x.dtype != at::kFloat && x.dtype != at::kDouble) return false;
+    if (sizes.size() < 2 || x.geometry->numel == 0 || !row_major(x)) return false;
+    for (const size_t slot : {kWeight, kBias, kMean, kVariance}) {
+      if (!capture_vector(builder, slot, x)) return false;
+    }
+    builder.key(dtype_word(x));
+    builder.key(sizes.size());
+    builder.key(static_cast<uint64_t>(sizes[1]));
+    if (!builder.constant(kTraining) || !builder.constant(kEps)) return false;
+    builder.result(sizes, x.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    const Channels channels(batch);
+    const Tensor scale = scale_of(batch);
+    Tensor shift = -batch.single(kMean) * scale;
+    if (batch.given(kBias)) shift += batch.single(kBias);
+    Tensor out = batch.output(0).view(channels.data().sizes());
+    at::addcmul_out(out, channels.spread(shift), channels.data(), channels.spread(scale));
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    const Channels channels(batch);
+    const Tensor g = batch.grad_flat(0).view(channels.data().sizes());
+    if (batch.given(kBias) && batch.needs(kBias)) batch.add_single(kBias, channels.sum(g));
+    if (batch.given(kWeight) && batch.needs(kWeight)) {
+      const Tensor deviations = channels.data() - channels.spread(batch.single(kMean));
+      batch.add_single(kWeight, channels.sum(g * deviations) * inverse_deviation(batch));
+    }
+    if (batch.needs(0)) batch.add(0, g * channels.spread(scale_of(batch)));
+  }
+
+ private:
+  static constexpr size_t kWeight = 1, kBias = 2, kMean = 3, kVariance = 4, kTraining = 5, kEps = 7;
+
+  static bool capture_vector(NodeBuilder& builder, size_t slot, const Value& x) {
+    if (!builder.is_tensor(slot)) {
+      builder.absent(slot);
+      return true;
+    }
+    if (builder.is_computed(slot)) return false;
+    const Value w = builder.weight(slot);
+    if (w.requires_grad && (slot == kMean || slot == kVariance)) return false;
+    return w.dtype == x.dtype && w.geometry->sizes == std::vector<int64_t>{x.geometry->sizes[1]};
+  }
+
+  static Tensor inverse_deviation(BatchView& batch) {
+    return (batch.single(kVariance) + batch.argument(kEps).toDouble()).rsqrt_();
+  }
+  static Tensor scale_of(BatchView& batch) {
+    const Tensor inverse = inverse_deviation(batch);
+    return batch.given(kWeight) ? inverse * batch.single(kWeight) : inverse;
+  }
+};
+
 }  // namespace
 
-RuleTable batch_norm_rules() { return {{"aten::batch_norm", new BatchNormRule()}}; }
+RuleTable batch_norm_rules() {
+  return {{"aten::batch_norm", new BatchNormRule()},
+          {"aten::batch_norm", new StoredStatisticsRule()}};
+}
 
 }  // namespace autobatch

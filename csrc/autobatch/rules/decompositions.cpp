@@ -8,16 +8,7 @@ namespace autobatch {
 namespace {
 
 using at::Tensor;
-using Arguments = at::ArrayRef<c10::IValue>;
-
-bool is_given(const c10::IValue& tensor) {
-  return tensor.isTensor() && tensor.toTensor().defined();
-}
-
-bool is_strided(const c10::IValue& value, int64_t dim) {
-  return is_given(value) && value.toTensor().dim() == dim &&
-         value.toTensor().layout() == c10::kStrided;
-}
+using Arguments = Decomposition::Arguments;
 
 // --- copies ---
 
@@ -74,12 +65,14 @@ bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
 // addmm(x, a, b, beta, alpha) and baddbmm(x, a, b, beta, alpha) return beta x + alpha a b.
 template <int64_t dim>
 bool covers_sum_with_product(Arguments arguments) {
-  if (!is_strided(arguments[1], dim) || !is_strided(arguments[2], dim)) return false;
+  const bool sparse = dim == 2 && is_sparse_product(arguments[1], arguments[2]);
+  if (!sparse && !is_strided(arguments[1], dim)) return false;
+  if (!is_strided(arguments[0]) || !is_strided(arguments[2], dim)) return false;
   const Tensor &x = arguments[0].toTensor(), &a = arguments[1].toTensor(),
                &b = arguments[2].toTensor();
   if (!have_exact_dtype(x, a, b)) return false;
   if (a.size(-1) != b.size(-2) || a.numel() == 0 || b.numel() == 0) return false;
-  at::DimVector sizes(a.sizes().begin(), a.sizes().end());
+  at::DimVector sizes(a.sizes());
   sizes.back() = b.size(-1);
   return (dim == 2 || a.size(0) == b.size(0)) && broadcasts_to(x.sizes(), sizes);
 }
@@ -122,6 +115,93 @@ Tensor bilinear(Arguments arguments) {
   const Tensor product = at::linear(y, weight.view({outputs * width, weight.size(2)}));
   const Tensor result = (product.unflatten(-1, {outputs, width}) * x.unsqueeze(-2)).sum(-1);
   return is_given(arguments[3]) ? result + arguments[3].toTensor() : result;
+}
+
+// --- distances ---
+
+bool have_one_float_dtype(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == b.scalar_type() &&
+         (a.scalar_type() == at::kFloat || a.scalar_type() == at::kDouble);
+}
+
+bool broadcast_together(const Tensor& a, const Tensor& b) {
+  const int64_t shared = std::min(a.dim(), b.dim());
+  for (int64_t d = 1; d <= shared; ++d) {
+    if (a.size(-d) != b.size(-d) && a.size(-d) != 1 && b.size(-d) != 1) return false;
+  }
+  return true;
+}
+
+bool covers_elementwise_pair(Arguments arguments) {
+  if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  return have_one_float_dtype(x, y) && x.numel() > 0 && y.numel() > 0 && broadcast_together(x, y);
+}
+
+// dist(x, y, p)
+Tensor distance(Arguments arguments) {
+  return (arguments[0].toTensor() - arguments[1].toTensor()).norm(arguments[2].toScalar());
+}
+
+// Returns the tensor with leading dimensions of size 1, so that it has `rank` dimensions.
+Tensor with_rank(Tensor x, int64_t rank) {
+  while (x.dim() < rank) x = x.unsqueeze(0);
+  return x;
+}
+
+// cosine_similarity(x, y, dim, eps)
+bool covers_cosine(Arguments arguments) {
+  if (!covers_elementwise_pair(arguments)) return false;
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  const int64_t rank = std::max(x.dim(), y.dim()), dim = arguments[2].toInt();
+  if (dim >= rank || dim < -rank) return false;
+  const int64_t from_end = dim < 0 ? dim : dim - rank;
+  return -from_end <= std::min(x.dim(), y.dim()) && x.size(from_end) == y.size(from_end);
+}
+
+// Divides x by its norm. The norm counts as at least eps, but its gradient is not changed, as in
+// eager.
+Tensor normalized(const Tensor& x, int64_t dim, double eps) {
+  const Tensor norm = at::linalg_vector_norm(x, 2, dim, /*keepdim=*/true);
+  return x / (norm + (norm.clamp_min(eps) - norm).detach());
+}
+
+Tensor cosine(Arguments arguments) {
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  const int64_t rank = std::max(x.dim(), y.dim()), dim = arguments[2].toInt();
+  const double eps = arguments[3].toDouble();
+  return (normalized(with_rank(x, rank), dim, eps) * normalized(with_rank(y, rank), dim, eps))
+      .sum(dim);
+}
+
+// cdist(x [.., n, d], y [.., m, d], p, compute_mode)
+bool covers_pairs(Arguments arguments) {
+  if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  return have_one_float_dtype(x, y) && x.dim() >= 2 && x.dim() == y.dim() && x.numel() > 0 &&
+         y.numel() > 0 && x.size(-1) == y.size(-1) && arguments[2].toDouble() == 2 &&
+         x.sizes().slice(0, x.dim() - 2) == y.sizes().slice(0, y.dim() - 2);
+}
+
+// Whether eager computes the distances by a matrix product, whose rounding errors are larger.
+bool uses_product(const Tensor& x, const Tensor& y, const c10::IValue& mode) {
+  constexpr int64_t kMany = 25;
+  const int64_t chosen = mode.isNone() ? 0 : mode.toInt();
+  return chosen == 1 || (chosen == 0 && (x.size(-2) > kMany || y.size(-2) > kMany));
+}
+
+Tensor distances_of_pairs(Arguments arguments) {
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  if (!uses_product(x, y, arguments[3])) {
+    return at::linalg_vector_norm(x.unsqueeze(-2) - y.unsqueeze(-3), 2, -1);
+  }
+  const Tensor xx = x.square().sum(-1, true), yy = y.square().sum(-1, true);
+  const Tensor left = at::cat({x.mul(-2), xx, at::ones_like(xx)}, -1);
+  const Tensor right = at::cat({y, at::ones_like(yy), yy}, -1);
+  const Tensor squares = at::matmul(left, right.mT());
+  // The gradient of a distance of 0 is 0.
+  const Tensor none = squares <= 0;
+  return squares.masked_fill(none, 1).sqrt().masked_fill(none, 0);
 }
 
 // --- pooling with one window, which contains all elements of a channel ---
@@ -192,6 +272,14 @@ Tensor pool(Arguments arguments) {
   return dims == 2 ? result.unsqueeze(-1) : result;
 }
 
+// --- complex numbers ---
+
+// complex(real, imaginary)
+Tensor complex_of(Arguments arguments) {
+  return at::view_as_complex(
+      at::stack(at::broadcast_tensors({arguments[0].toTensor(), arguments[1].toTensor()}), -1));
+}
+
 // --- traces ---
 
 bool covers_trace(Arguments arguments) {
@@ -199,30 +287,31 @@ bool covers_trace(Arguments arguments) {
 }
 Tensor trace(Arguments arguments) { return arguments[0].toTensor().diagonal().sum(); }
 
-struct Entry {
-  std::string_view op;
-  Decomposition decomposition;
-};
-
-constexpr Entry kEntries[] = {
+constexpr DecompositionEntry kEntries[] = {
     {"aten::repeat", {covers_repeat, repeat}},
     {"aten::addmm", {covers_sum_with_product<2>, addmm}},
     {"aten::baddbmm", {covers_sum_with_product<3>, baddbmm}},
     {"aten::bilinear", {covers_bilinear, bilinear}},
+    {"aten::dist", {covers_elementwise_pair, distance}},
+    {"aten::cosine_similarity", {covers_cosine, cosine}},
+    {"aten::cdist", {covers_pairs, distances_of_pairs}},
     {"aten::max_pool1d", {covers_max_pool<1>, pool<1, true>}},
     {"aten::max_pool2d", {covers_max_pool<2>, pool<2, true>}},
     {"aten::avg_pool1d", {covers_average_pool<1>, pool<1, false>}},
     {"aten::avg_pool2d", {covers_average_pool<2>, pool<2, false>}},
     {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, pool<1, false>}},
     {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, pool<2, false>}},
+    {"aten::complex", {covers_elementwise_pair, complex_of}},
     {"aten::trace", {covers_trace, trace}},
 };
 
 }  // namespace
 
 const Decomposition* find_decomposition(std::string_view op) {
-  for (const Entry& entry : kEntries) {
-    if (entry.op == op) return &entry.decomposition;
+  for (const DecompositionTable table : {DecompositionTable(kEntries), sparse_decompositions()}) {
+    for (const DecompositionEntry& entry : table) {
+      if (entry.op == op) return &entry.decomposition;
+    }
   }
   return nullptr;
 }

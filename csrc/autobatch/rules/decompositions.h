@@ -8,19 +8,48 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 
+#include <string_view>
+
 namespace autobatch {
 
 // Used if no native rule covers a call of the op, in place of the generic rules.
 struct Decomposition {
+  using Arguments = at::ArrayRef<c10::IValue>;
   // Whether `run` computes this call. Returns false for arguments that eager may reject, so that
   // eager raises its own error.
-  bool (*covers)(at::ArrayRef<c10::IValue> arguments);
+  bool (*covers)(Arguments arguments);
   // Computes the result by calls of ops, which are captured.
-  at::Tensor (*run)(at::ArrayRef<c10::IValue> arguments);
+  at::Tensor (*run)(Arguments arguments);
 };
 
 inline bool has_decomposition(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
   return op.decomposition != nullptr && op.decomposition->covers(arguments);
 }
+
+// The tables, one per family of ops.
+struct DecompositionEntry {
+  std::string_view op;
+  Decomposition decomposition;
+};
+using DecompositionTable = at::ArrayRef<DecompositionEntry>;
+DecompositionTable sparse_decompositions();
+
+// --- helpers ---
+
+inline bool is_given(const c10::IValue& tensor) {
+  return tensor.isTensor() && tensor.toTensor().defined();
+}
+inline bool is_strided(const c10::IValue& value) {
+  return is_given(value) && value.toTensor().layout() == c10::kStrided;
+}
+inline bool is_strided(const c10::IValue& value, int64_t dim) {
+  return is_strided(value) && value.toTensor().dim() == dim;
+}
+// Whether `matrix` is a sparse matrix, and sparse_decompositions() has its product with `dense`.
+bool is_sparse_product(const c10::IValue& matrix, const c10::IValue& dense);
+// The op autobatch::sparse_product: the product of x [m, ...] and a sparse matrix [size, m] with
+// these entries (indices [2, n], values [n]). Returns [size, ...].
+at::Tensor sparse_product(const at::Tensor& indices, const at::Tensor& values, const at::Tensor& x,
+                          int64_t size);
 
 }  // namespace autobatch

@@ -3,6 +3,7 @@
 #include "autobatch/rules/factories.h"
 
 #include "autobatch/common/device_traits.h"
+#include "autobatch/rules/decompositions.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -275,6 +276,8 @@ void register_memory_ops() {
     auto* lib =
         new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
+    lib->def("sparse_product(Tensor indices, Tensor values, Tensor x, int size) -> Tensor",
+             &sparse_product);
     lib->def("cell(Tensor[] inputs) -> Tensor[]", &cell_alone);
     return lib;
   }();

@@ -150,6 +150,10 @@ RuleTable shape_rules();
 RuleTable index_rules();
 RuleTable scatter_rules();
 RuleTable batch_norm_rules();
+RuleTable group_norm_rules();
+RuleTable ctc_rules();
+RuleTable sparse_rules();
+RuleTable complex_view_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
 RuleTable attention_rules();
@@ -160,6 +164,7 @@ RuleTable memory_rules();
 RuleTable segment_rules();
 RuleTable row_rules();
 RuleTable tail_rules();
+RuleTable triangle_rules();
 RuleTable point_loss_rules();
 RuleTable generic_exceptions();  // for ops that need a generic rule other than generic_rule()
 

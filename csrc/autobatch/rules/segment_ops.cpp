@@ -339,9 +339,7 @@ class SegmentRule final : public Rule {
     if (!takes(x.dtype) || !keeps(builder, x) || g.dim() > 64) return false;
     const std::optional<Range> range = range_of(builder.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;
-    // If the result is a single number, the strides of x do not affect its layout.
-    const bool whole = entry_.reduces && range->first == 0 && range->last == g.dim();
-    if (!whole && !row_major(x)) return false;
+    if (!row_major(x) && !is_always_contiguous(*range, g)) return false;
     if (range->length(g) == 0 && (!entry_.empty || range->outer(g) == 0)) return false;
     if (!is_plain(builder, *range)) return false;
     builder.key(dtype_word(x));
@@ -397,6 +395,13 @@ class SegmentRule final : public Rule {
     if (entry_.dtype < 0) return true;
     const c10::IValue& dtype = builder.argument(static_cast<size_t>(entry_.dtype));
     return dtype.isNone() || (is_float(x) && dtype.toScalarType() == x.dtype);
+  }
+
+  // Whether eager's result is contiguous, whatever the strides of the operand are.
+  bool is_always_contiguous(const Range& range, const Geometry& g) const {
+    if (entry_.reduces) return g.dim() - (range.last - range.first) <= 1;
+    const std::string_view op = entry_.op;
+    return op == "aten::softmax.int" || op == "aten::log_softmax.int";
   }
 
   // Returns the range of dimensions of the call; nothing if they are not adjacent.

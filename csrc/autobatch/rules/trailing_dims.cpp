@@ -16,7 +16,6 @@ enum class Tail : uint8_t {
   kDim,    // from the dimension in `argument` on
   kDims,   // from the first dimension of the list in `argument` on
   kShape,  // as many as the list in `argument` has elements
-  kTwo,    // the last two
 };
 
 struct TailOp {
@@ -69,8 +68,6 @@ const TailOp kTailOps[] = {
     {"aten::kthvalue", Tail::kDim, 2},
     {"aten::median.dim", Tail::kDim, 1},
     {"aten::linalg_cross", Tail::kDim, 2},
-    {"aten::tril", Tail::kTwo, 0},
-    {"aten::triu", Tail::kTwo, 0},
 };
 
 class TailRule final : public RowsCall {
@@ -139,8 +136,6 @@ class TailRule final : public RowsCall {
   int64_t tail_of(const c10::IValue& argument, int64_t rank) const {
     const auto from = [&](int64_t d) { return d < 0 ? -d : rank - d; };
     switch (entry_.tail) {
-      case Tail::kTwo:
-        return 2;
       case Tail::kDim:
         return argument.isInt() ? from(argument.toInt()) : 0;
       default:
