@@ -258,7 +258,7 @@ class Call {
   // --- views ---
 
   bool view() {
-    const at::Tensor& self = arguments()[0].toTensor();
+    const at::Tensor& self = torch::jit::peek(*stack_, 0, num_arguments()).toTensor();
     if (!self.defined()) return false;
     ViewResult result;
     infer_views(info_, arguments(), result);
