@@ -322,7 +322,6 @@ class Call {
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
-    check_not_reinterpreted(scope_.graph(), info_, arguments());
     if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }

@@ -1,10 +1,8 @@
 #include "autobatch/capture/deferred_writes.h"
 
-#include "autobatch/capture/arguments.h"
 #include "autobatch/capture/record_call.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
-#include "autobatch/rules/complex_views.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"
 
@@ -307,31 +305,6 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
 const OpInfo& assemble_op() {
   static const OpInfo& info = find_op("autobatch::assemble", "");
   return info;
-}
-
-void check_not_reinterpreted(const Graph& graph, const OpInfo& op, Arguments arguments) {
-  if (!are_complex_views_used()) return;
-  const Tape& tape = graph.tape();
-  // Whether the node copies this memory, or made it by copying.
-  const auto is_copy = [&](NodeId id, ValueId base, bool makes) {
-    const Node& node = tape.nodes[id];
-    return is_complex_view(*node.signature->op) &&
-           (makes || tape.values[tape.operands[node.first_operand]].base == base);
-  };
-  for_each_written(op, arguments, [&](const at::Tensor& to) {
-    const PendingTensor* pending = as_pending(to);
-    if (pending == nullptr || pending->graph() != &graph) return;
-    const ValueId base = graph.value(pending->value()).base;
-    const NodeId maker = graph.value(base).node;
-    bool shared = maker != kNone && is_copy(maker, base, true);
-    for (NodeId id = maker == kNone ? 0 : maker + 1; !shared && id < tape.nodes.size(); ++id) {
-      shared = is_copy(id, base, false);
-    }
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !shared, "torch_autobatch: ", op.name,
-        " writes to memory that view_as_complex() or view_as_real() shares in eager mode. In a "
-        "batch() block these functions make a copy. Write to a clone(), or write before the call.");
-  });
 }
 
 bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {

@@ -10,7 +10,6 @@
 
 namespace autobatch {
 
-class Graph;
 class Scope;
 
 // Captures an op that writes to its argument 0. Returns false, with no write captured, if the op
@@ -22,12 +21,6 @@ bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> argu
 // Returns the op assemble(self, places, pieces). The result of the op is `self` with each piece
 // written to its place. A place is a view of `self`.
 const OpInfo& assemble_op();
-
-// Raises an error if the op writes to a pending tensor that shares its memory with the result of
-// `view_as_complex` or `view_as_real` in eager mode. In a block these ops make a copy, so the write
-// would change only one of the two tensors.
-void check_not_reinterpreted(const Graph& graph, const OpInfo& op,
-                             at::ArrayRef<c10::IValue> arguments);
 
 // Prepares pending arguments for a read. If the memory of an argument was written to in pieces, and
 // no single piece covers the argument, the pieces are combined into one value.

@@ -106,7 +106,9 @@ constexpr Override kOverrides[] = {
     {"aten::tensordot", Action::kDecompose},
     {"aten::outer", Action::kDecompose},
     {"aten::ger", Action::kDecompose},
-    // Views whose bits differ from their base.
+    // Views whose dtype or bits differ from their base.
+    {"aten::view_as_real", Action::kAtOnce},
+    {"aten::view_as_complex", Action::kAtOnce},
     {"aten::_conj", Action::kAtOnce},
     {"aten::_neg_view", Action::kAtOnce},
     {"aten::_fw_primal", Action::kAtOnce},

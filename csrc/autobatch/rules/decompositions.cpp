@@ -272,14 +272,6 @@ Tensor pool(Arguments arguments) {
   return dims == 2 ? result.unsqueeze(-1) : result;
 }
 
-// --- complex numbers ---
-
-// complex(real, imaginary)
-Tensor complex_of(Arguments arguments) {
-  return at::view_as_complex(
-      at::stack(at::broadcast_tensors({arguments[0].toTensor(), arguments[1].toTensor()}), -1));
-}
-
 // --- traces ---
 
 bool covers_trace(Arguments arguments) {
@@ -301,7 +293,6 @@ constexpr DecompositionEntry kEntries[] = {
     {"aten::avg_pool2d", {covers_average_pool<2>, pool<2, false>}},
     {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, pool<1, false>}},
     {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, pool<2, false>}},
-    {"aten::complex", {covers_elementwise_pair, complex_of}},
     {"aten::trace", {covers_trace, trace}},
 };
 

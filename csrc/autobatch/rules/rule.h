@@ -153,7 +153,6 @@ RuleTable batch_norm_rules();
 RuleTable group_norm_rules();
 RuleTable ctc_rules();
 RuleTable sparse_rules();
-RuleTable complex_view_rules();
 RuleTable loss_rules();
 RuleTable random_rules();
 RuleTable attention_rules();

@@ -247,52 +247,6 @@ def test_sparse_products_that_eager_rejects() -> None:
         torch.sparse.mm(a, x * 2)
 
 
-# --- complex numbers ------------------------------------------------------------------------------
-
-FREQUENCIES = torch.polar(torch.ones(16, W // 2).double(), torch.randn(16, W // 2).double())
-
-
-def rotary(q: Tensor) -> Tensor:
-    """The rotary embedding of the reference code of Llama."""
-    pairs = torch.view_as_complex(q.tanh().reshape(*q.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * FREQUENCIES[: len(q)]).flatten(-2)
-
-
-COMPLEX: dict[str, Case] = {
-    "rotary": Case(rotary, empty=False),
-    "complex": Case(lambda x: torch.complex(x.sin(), x.cos()).abs(), empty=False),
-    "real": Case(lambda x: (torch.complex(x.sin(), x.cos()) * (1 + 2j)).real.tanh(), empty=False),
-    "imag": Case(lambda x: torch.complex(x.sin(), x).imag.tanh(), empty=False),
-}
-
-
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_numbers(name: str) -> None:
-    check_lengths(COMPLEX[name])
-
-
-@pytest.mark.parametrize("of_view", [False, True])
-def test_writes_to_a_complex_view_are_rejected(of_view: bool) -> None:
-    x = rand(3, 2).requires_grad_()
-    with (  # noqa: PT012
-        ab.batch(adaptive=False),
-        pytest.raises(NotImplementedError, match="view_as_complex"),
-    ):
-        y = x * 2
-        z = torch.view_as_complex(y)
-        (z if of_view else y).mul_(2)
-    y = x * 2  # eager mode still works
-    torch.view_as_complex(y).mul_(2)
-
-
-def test_a_complex_result_can_be_written_to() -> None:
-    x = rand(3, 2).requires_grad_()
-    with ab.batch(adaptive=False):
-        y = torch.view_as_complex(x * 2) * 2
-        y += 1
-    torch.testing.assert_close(y, torch.view_as_complex(x * 2) * 2 + 1)
-
-
 # --- ctc_loss -------------------------------------------------------------------------------------
 
 
