@@ -9,6 +9,7 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -262,8 +263,14 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
   return out.release().ptr();
 }
 
-PyObject* apply(const Applied& call) {
+PyObject* apply(const Applied& given_call) {
   HANDLE_TH_ERRORS
+  Applied call = given_call;
+  py::object arguments;
+  if (at::impl::torch_function_mode_enabled()) {
+    arguments = helper("leave_trace")(py::handle(call.arguments));
+    call.arguments = arguments.ptr();
+  }
   Scope* scope = capturing_scope();
   const auto& keys = c10::impl::raw_local_dispatch_key_set;
   const bool captures = scope != nullptr && keys.included().has(compat::kDeferKey) &&

@@ -48,7 +48,8 @@ class _Results:
         finally:
             _C.set_eager(before)
         if found is not MISMATCH:
-            self._bytes += sum(value.nbytes for value in found if isinstance(value, Tensor))
+            dense = [x for x in found if isinstance(x, Tensor) and x.layout == torch.strided]
+            self._bytes += sum(value.nbytes for value in dense)
         if self._bytes > _MOST_BYTES:
             self._known.clear()
             self._bytes = 0

@@ -7,6 +7,7 @@ The object and the lists and dicts in it are inputs too, since a call may store 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -127,6 +128,13 @@ def plain_item(value: Any) -> Any:
     if all(ours is theirs for ours, theirs in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def make_closure_plain(function: Any) -> None:
+    """Replaces traced numbers in the variables that a function has from an enclosing function."""
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # the variable has no value yet
+            cell.cell_contents = plain_item(cell.cell_contents)
 
 
 def make_plain(*values: Any) -> None:

@@ -211,3 +211,23 @@ def draws_elsewhere(constant: Any) -> bool:
     """Returns whether random numbers may come from a generator other than the CPU's default."""
     is_elsewhere = isinstance(constant, torch.Tensor) and constant.device.type != "cpu"
     return is_elsewhere or isinstance(constant, torch.Generator)
+
+
+_IN_PLACE = re.compile(
+    "__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
+)
+
+
+def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether the call writes to its first argument or to ``out``."""
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return True
+    return bool(_IN_PLACE.fullmatch(name)) or (name.endswith("_") and not name.endswith("__"))
+
+
+def keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the call is a normalization that updates running statistics."""
+    if name not in ("batch_norm", "instance_norm"):
+        return False
+    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
+    return trains is not False

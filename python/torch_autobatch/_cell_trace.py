@@ -31,12 +31,15 @@ from torch_autobatch._cell_objects import (
     holds_tensors,
     is_object,
     make,
+    make_closure_plain,
     make_dict,
 )
 from torch_autobatch._cell_ops import (
     changes_shape,
     draws_elsewhere,
     gives_its_argument,
+    is_in_place,
+    keeps_statistics,
     keeps_type,
     makes_memory,
     may_write,
@@ -72,23 +75,6 @@ _CHECKED = re.compile(
 )
 # Calls whose results depend on values. The program reads these values as the function does.
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
-
-_IN_PLACE = re.compile(
-    "__(setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift))__"
-)
-
-
-def _is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("out") is not None or kwargs.get("inplace"):
-        return True
-    return bool(_IN_PLACE.fullmatch(name)) or (name.endswith("_") and not name.endswith("__"))
-
-
-def _keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    if name not in ("batch_norm", "instance_norm"):
-        return False
-    trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
-    return trains is not False
 
 
 def _place() -> str:
@@ -152,6 +138,11 @@ class Trace(TorchFunctionMode):
     def make_plain(self) -> None:
         self._changes.make_plain()
 
+    def refuse(self, why: str) -> None:
+        """Ends the trace: there is no program."""
+        self.why = self.why or Reason(why, _place())
+        self.make_plain()
+
     # --- Recorder ---
 
     def is_recording(self) -> bool:
@@ -184,8 +175,7 @@ class Trace(TorchFunctionMode):
             return self._size(args[0], *args[1:], **kwargs)
         # Checked before the read: a program that reads a pending value would split batches.
         if (name in _VERDICTS or name == "item") and not all(map(_C.is_known, _tensors(args))):
-            self.why = Reason(_reads(name), _place())
-            self.make_plain()  # the read may switch to fibers that use the same objects
+            self.refuse(_reads(name))  # the read may switch to fibers that use the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
             func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # `select` is faster
@@ -206,6 +196,9 @@ class Trace(TorchFunctionMode):
             raise UntraceableError("an autograd.Function runs in it")
         if context() != self._context:
             raise UntraceableError(f"autocast or another mode begins in it (at {name})")
+        if name == "register_hook":
+            make_closure_plain(args[1])
+            raise UntraceableError("it registers a hook")
         if name.startswith("__set__") or name == "requires_grad_":
             raise UntraceableError(f"it sets {name.removeprefix('__set__')} of a tensor")
         if changes_shape(name):
@@ -272,8 +265,8 @@ class Trace(TorchFunctionMode):
 
     def _add_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         writes = ""
-        self.has_effects = self.has_effects or _keeps_statistics(name, args, kwargs)
-        if _is_in_place(name, kwargs):
+        self.has_effects = self.has_effects or keeps_statistics(name, args, kwargs)
+        if is_in_place(name, kwargs):
             written = args[0] if kwargs.get("out") is None else kwargs["out"]
             if not isinstance(written, Tensor):
                 raise UntraceableError(f"{name} writes to several tensors")

@@ -86,6 +86,21 @@ class _DeclinedError(Exception):
     """The call can't be batched; the message is the reason."""
 
 
+def leave_trace(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Ends the trace of a dynamic cell, if there is one: calls of a Function are not traced.
+
+    Returns the arguments with ordinary numbers for traced ones. Otherwise the Function could keep
+    a traced number for its backward, where no trace replaces it.
+    """
+    from torch_autobatch._cell_objects import plain_item
+    from torch_autobatch._cell_trace import Trace
+
+    mode = torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+    if isinstance(mode, Trace):
+        mode.refuse("an autograd.Function runs in it")
+    return tuple(plain_item(argument) for argument in arguments)
+
+
 def _reason(function: Any) -> str:
     if not issubclass(function, Function):
         return "custom autograd function of a class that is not autograd.Function"

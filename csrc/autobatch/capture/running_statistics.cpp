@@ -65,9 +65,12 @@ void finish(Scope& scope, const std::string& reason) {
 
 bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                        Tensor& result) {
-  if (op.name != "aten::batch_norm" || !arguments[0].isTensor()) return false;
+  if (!arguments[0].isTensor()) return false;
   Graph& graph = scope.graph();
   const Tensor x = arguments[0].toTensor();
+  // instance_norm has the same arguments. For one example, it computes the same as batch_norm.
+  const bool is_instance_norm = op.name == "aten::instance_norm" && x.dim() > 2 && x.size(0) == 1;
+  if (op.name != "aten::batch_norm" && !is_instance_norm) return false;
   if (x.dim() < 2 || x.numel() <= x.size(1) || !x.is_floating_point()) return false;
   for (const size_t i : {3, 4}) {
     if (!is_statistic(graph, arguments[i], x)) return false;

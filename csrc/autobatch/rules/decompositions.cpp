@@ -282,6 +282,7 @@ Tensor trace(Arguments arguments) { return arguments[0].toTensor().diagonal().su
 constexpr DecompositionEntry kEntries[] = {
     {"aten::repeat", {covers_repeat, repeat}},
     {"aten::addmm", {covers_sum_with_product<2>, addmm}},
+    {"aten::_sparse_addmm", {covers_sum_with_product<2>, addmm}},
     {"aten::baddbmm", {covers_sum_with_product<3>, baddbmm}},
     {"aten::bilinear", {covers_bilinear, bilinear}},
     {"aten::dist", {covers_elementwise_pair, distance}},

@@ -35,11 +35,11 @@ const at::SparseTensorImpl& coo_impl(const Tensor& matrix) {
 // Whether the layout is one that entries_of() reads, and the entries are numbers.
 bool has_scalar_entries(const Tensor& matrix) {
   if (matrix.layout() == c10::kSparse) {
-    return coo_impl(matrix).dense_dim() == 0 && coo_impl(matrix).nnz() > 0;
+    return coo_impl(matrix).dense_dim() == 0;
   }
   const NoCapture no_capture(compat::kDeferKey);
   return (matrix.layout() == c10::kSparseCsr || matrix.layout() == c10::kSparseCsc) &&
-         matrix.dense_dim() == 0 && matrix._nnz() > 0;
+         matrix.dense_dim() == 0;
 }
 
 Entries entries_of(const Tensor& matrix) {

@@ -171,3 +171,51 @@ def test_hidden_state_is_found(xs: list[Tensor]) -> None:
         state["scale"] = 2.0
         with pytest.raises(RuntimeError, match=r"does not do at this call .* 1\.0.*2\.0"):
             cell(xs[4])
+
+
+class KeepsSizes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count, ctx.shape = count, x.shape
+        return x.mean(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.expand(ctx.shape) * ctx.count / ctx.shape[0], None
+
+
+def hooked(x: Tensor) -> Tensor:
+    h, count = x.exp(), x.shape[0]
+    h.register_hook(lambda grad: grad / count)
+    return h.sum(0)
+
+
+@pytest.mark.parametrize("kind", ["function", "hook"])
+def test_sizes_that_backward_reads(kind: str) -> None:
+    """The first call is traced. No traced number may stay in what its backward runs."""
+    functions: dict[str, Function] = {
+        "function": lambda x: KeepsSizes.apply(x.exp(), x.shape[0]),
+        "hook": hooked,
+    }
+    function = functions[kind]
+    cell = ab.cell(function, dynamic=True)
+    instances = [torch.randn(n, WIDTH, requires_grad=True) for n in (3, 5, 4, 3)]
+    with ab.batch(adaptive=False):
+        results = [cell(x) for x in instances]
+    for x, result in zip(instances, results, strict=True):
+        (found,) = torch.autograd.grad(result.sum(), x)
+        torch.testing.assert_close(found, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_a_sparse_matrix_that_depends_on_sizes() -> None:
+    def pooled(x: Tensor) -> Tensor:
+        n = x.size(0)
+        places = torch.stack([torch.zeros(n, dtype=torch.long), torch.arange(n)])
+        return torch.spmm(torch.sparse_coo_tensor(places, torch.ones(n), (1, n)), x.exp())
+
+    cell = ab.cell(pooled, dynamic=True)
+    instances = [torch.randn(n, WIDTH, requires_grad=True) for n in (5, 9, 7, 9, 7, 5)]
+    with ab.batch(adaptive=False):
+        results = [cell(x) for x in instances]
+    torch.testing.assert_close(results, [pooled(x) for x in instances])

@@ -143,14 +143,16 @@ def test_norms(name: str) -> None:
     check_lengths(NORMS[name])
 
 
-def test_running_statistics_of_sequences() -> None:
-    models = [torch.nn.BatchNorm1d(W).double() for _ in range(2)]
+@pytest.mark.parametrize("kind", ["BatchNorm1d", "InstanceNorm1d"])
+def test_running_statistics_of_sequences(kind: str) -> None:
+    options = {"track_running_stats": True, "affine": True}
+    models = [getattr(torch.nn, kind)(W, **options).double() for _ in range(2)]
     instances = [sequence(n) for n in (3, 1, 9, 2, 3)]
-    for x in instances:
-        models[0](x)
+    expected = [models[0](x) for x in instances]
     with ab.batch(adaptive=False) as scope:
         results = [models[1](x) for x in instances]
-    assert len(results) == len(instances)
+    torch.testing.assert_close(results, expected)
+    assert not scope.report().at_once
     assert max(row.batches for row in scope.report().signatures) == 1
     torch.testing.assert_close(models[1].state_dict(), models[0].state_dict())
 
@@ -182,6 +184,7 @@ SPARSE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mv": lambda a, x: torch.mv(a, x[:, 0]),
     "matmul_vector": lambda a, x: a @ x[:, 0],
     "addmm": lambda a, x: torch.addmm(x.sin(), a, x),
+    "sparse.addmm": lambda a, x: torch.sparse.addmm(x.sin(), a, x, beta=0.5, alpha=2),
 }
 
 
@@ -213,6 +216,19 @@ def test_products_of_sparse_matrices(op: str, layout: str) -> None:
     assert len(report.flushes) == 1
     assert not report.at_once
     assert max(row.batches for row in report.signatures) <= 2  # vectors of several widths
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_graphs_without_edges() -> None:
+    empty = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.long), [], (3, 3)).double()
+    x = rand(3, W).requires_grad_()
+    with ab.batch(adaptive=False) as scope:
+        products = [torch.sparse.mm(a, x * 2) for a in (empty, coo(3), empty)]
+        (gradient,) = torch.autograd.grad(products[0].sum(), x)
+    assert len(scope.report().flushes) == 1
+    torch.testing.assert_close(products[0], torch.zeros_like(x))
+    torch.testing.assert_close(products[1], torch.sparse.mm(coo(3), x * 2))
+    torch.testing.assert_close(gradient, torch.zeros_like(x))
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
