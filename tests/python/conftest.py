@@ -26,6 +26,14 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest magnitu
 Backward = Callable[[list[Tensor]], None]
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that assert an optimization which AUTOBATCH_DISABLE has turned off."""
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            if not _C.switches()[name][1]:
+                pytest.skip(f"{name} is off")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test starts from the same random state."""

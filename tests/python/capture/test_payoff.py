@@ -29,6 +29,7 @@ def walk(model: nn.Module, x: Tensor, steps: int) -> tuple[Tensor, list[int]]:
     return x, path
 
 
+@pytest.mark.needs("direct_calls")
 def test_a_loop_of_reads_pauses_the_block(model: nn.Linear) -> None:
     x = torch.randn(4)
     with torch.no_grad():
@@ -51,6 +52,7 @@ def test_it_is_off_where_the_user_says_so(model: nn.Linear) -> None:
     assert scope.report().pauses == []
 
 
+@pytest.mark.needs("direct_calls")
 def test_a_part_without_reads_is_captured_again(model: nn.Linear) -> None:
     x = torch.randn(4)
     with torch.no_grad(), ab.batch(adaptive=True) as scope:
@@ -105,6 +107,7 @@ def of_one(model: nn.Module, instances: int, adaptive: bool = True) -> tuple[boo
     return pending, scope
 
 
+@pytest.mark.needs("direct_calls")
 @pytest.mark.usefixtures("no_trials")
 def test_blocks_of_one_instance_are_not_deferred(model: nn.Linear) -> None:
     deferred = [of_one(model, 1)[0] for _ in range(BLOCKS + 3)]
@@ -128,6 +131,7 @@ def test_blocks_of_one_instance_are_tried_now_and_then(model: nn.Linear) -> None
     assert 1 <= sum(deferred[BLOCKS:]) <= 3
 
 
+@pytest.mark.needs("direct_calls")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_mode_entered_before_the_pause_leaves_no_trace(model: nn.Linear, inside: bool) -> None:
     """inference_mode puts the thread's dispatch keys back as they were."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn.functional import linear, softsign
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.needs("elementwise_fusion")
+
 H = 5
 WEIGHT = torch.linspace(-1, 1, 4 * H * H).view(4 * H, H)
 ONE, THREE = WEIGHT[:H].clone(), WEIGHT[: 3 * H].clone()

@@ -13,6 +13,8 @@ from helpers_cells import Variant, compare_with_eager
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+pytestmark = pytest.mark.needs("fuse_shared_input_linear")
+
 K, N = 6, 4
 Weights = dict[str, Tensor]
 

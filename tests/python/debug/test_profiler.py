@@ -103,6 +103,7 @@ def test_events_add_up_over_steps() -> None:
     assert counts[PREFIX + "aten::linear(Float[1, 3], Float[4, 3], Float[4]) x 3"] == 3
 
 
+@pytest.mark.needs("elementwise_fusion")
 def test_a_cell_is_a_range_with_its_ops_in_it() -> None:
     model = nn.Linear(3, 3)
 

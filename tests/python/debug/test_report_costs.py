@@ -48,6 +48,7 @@ def walks(adaptive: bool) -> ab.Report:
     return scope.report()
 
 
+@pytest.mark.needs("direct_calls")
 def test_a_read_after_which_the_block_paused_is_the_worst_line() -> None:
     report = walks(adaptive=True)
     calls = sum(pause.calls for pause in report.pauses)
@@ -61,6 +62,7 @@ def test_a_read_after_which_the_block_paused_is_the_worst_line() -> None:
     assert second.endswith(f"and about {calls:,} at once while deferring was paused.")
 
 
+@pytest.mark.needs("direct_calls")
 def test_what_runs_in_a_pause_is_about_what_would_have_been_captured() -> None:
     paused, deferred = walks(adaptive=True), walks(adaptive=False)
     ran = paused.nodes + sum(pause.calls for pause in paused.pauses)
@@ -68,6 +70,7 @@ def test_what_runs_in_a_pause_is_about_what_would_have_been_captured() -> None:
     assert deferred.pauses == []
 
 
+@pytest.mark.needs("direct_calls")
 def test_a_pause_that_a_block_ends_is_counted() -> None:
     seen: list[float] = []
     with ab.batch(adaptive=True) as scope:

@@ -88,6 +88,7 @@ def test_the_default_dtype_counts() -> None:
     assert number.item() == 0.1
 
 
+@pytest.mark.needs("number_tensors")
 def test_different_numbers_are_one_batch() -> None:
     x = torch.randn(8, 3)
     with ab.batch(adaptive=False) as scope:

@@ -35,7 +35,7 @@ def test_on_the_simulated_device(tests: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *tests],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "AUTOBATCH_DISABLE": ""},
         capture_output=True,
         text=True,
         check=False,

@@ -15,6 +15,8 @@ import torch_autobatch as ab
 from helpers_rules import assert_same, check, rand
 from torch import Tensor
 
+pytestmark = pytest.mark.needs("fuse_cat_matmul")
+
 FLOAT = torch.float32
 N = 24  # columns
 Instance = tuple[Tensor, ...]

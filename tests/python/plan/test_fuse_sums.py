@@ -13,6 +13,8 @@ import torch_autobatch as ab
 from helpers_rules import assert_same, check, rand
 from torch import Tensor
 
+pytestmark = pytest.mark.needs("fuse_sums")
+
 Sum = Callable[[Sequence[Tensor]], Tensor]
 
 

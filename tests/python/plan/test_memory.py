@@ -144,6 +144,7 @@ def recurrence(hidden: int, steps: int) -> tuple[Callable[[Tensor], Tensor], nn.
     return run, nn.ParameterList([w_x, w_h])
 
 
+@pytest.mark.needs("chunk_batches")
 def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
     run, weights = recurrence(256, 24)
     xs = [torch.randn(24, 256) for _ in range(64)]
@@ -162,6 +163,7 @@ def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
     assert figures[1] <= 1.05 * figures[0]
 
 
+@pytest.mark.needs("chunk_batches")
 def test_a_divided_batch_counts_once_and_gives_the_same() -> None:
     """128 x 24 rows of 512 are 6 MB, and are computed in parts, as they are read."""
     counts = []

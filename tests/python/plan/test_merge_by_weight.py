@@ -69,6 +69,7 @@ def test_experts(ragged: bool, bias: bool) -> None:
     assert sum(s.batches for s in scope.report().signatures if s.op == "aten::linear") == 6
 
 
+@pytest.mark.needs("merge_by_weight")
 def test_they_run_as_one() -> None:
     model, x = Experts(), rows(False)
 

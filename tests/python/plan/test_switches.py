@@ -172,7 +172,9 @@ def test_each_switch_has_a_program() -> None:
     assert sorted(PROGRAMS) == sorted(names())
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.needs(name)) for name in PROGRAMS]
+)
 def test_results_are_the_same_without_it(name: str) -> None:
     program, is_here = PROGRAMS[name]
     before = uses(name)
@@ -192,6 +194,7 @@ def test_results_are_the_same_without_any(program: Program) -> None:
     assert [uses(name) for name in names()] == before
 
 
+@pytest.mark.needs("fuse_sums", "fuse_cat_matmul", "merge_by_weight", "member_order")
 def test_the_report_says_what_passes_did() -> None:
     functions = sums(8), crossed(8)
     with ab.batch(adaptive=False) as scope:
