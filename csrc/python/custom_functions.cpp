@@ -266,10 +266,14 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
 PyObject* apply(const Applied& given_call) {
   HANDLE_TH_ERRORS
   Applied call = given_call;
-  py::object arguments;
+  py::object arguments, named_arguments;
   if (at::impl::torch_function_mode_enabled()) {
     arguments = helper("leave_trace")(py::handle(call.arguments));
     call.arguments = arguments.ptr();
+    if (call.named != nullptr) {
+      named_arguments = helper("leave_trace")(py::handle(call.named));
+      call.named = named_arguments.ptr();
+    }
   }
   Scope* scope = capturing_scope();
   const auto& keys = c10::impl::raw_local_dispatch_key_set;

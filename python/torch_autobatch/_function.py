@@ -86,11 +86,11 @@ class _DeclinedError(Exception):
     """The call can't be batched; the message is the reason."""
 
 
-def leave_trace(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def leave_trace(arguments: Any) -> Any:
     """Ends the trace of a dynamic cell, if there is one: calls of a Function are not traced.
 
-    Returns the arguments with ordinary numbers for traced ones. Otherwise the Function could keep
-    a traced number for its backward, where no trace replaces it.
+    Returns the arguments, a tuple or dict, with ordinary numbers for traced ones. Otherwise the
+    Function could keep a traced number for its backward, where no trace replaces it.
     """
     from torch_autobatch._cell_objects import plain_item
     from torch_autobatch._cell_trace import Trace
@@ -98,6 +98,8 @@ def leave_trace(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     mode = torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
     if isinstance(mode, Trace):
         mode.refuse("an autograd.Function runs in it")
+    if isinstance(arguments, dict):
+        return {name: plain_item(argument) for name, argument in arguments.items()}
     return tuple(plain_item(argument) for argument in arguments)
 
 

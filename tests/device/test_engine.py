@@ -55,12 +55,41 @@ def ragged() -> tuple[nn.Module, list[Any]]:
     return Ragged(), [(torch.randint(9, (n,)), torch.tensor([n % 3])) for n in lengths]
 
 
+class Graphs(nn.Module):
+    """A product with the example's own sparse matrix, normalizations, a triangle of a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.stored = nn.BatchNorm1d(6).eval()
+        self.groups = nn.GroupNorm(2, 6)
+
+    def forward(self, example: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        indices, values, x = example
+        h = self.layer(x).tanh()
+        h = self.stored(torch.ops.autobatch.sparse_product(indices, values, h, len(x)))
+        images = self.groups(self.stored(h.t().contiguous()[None]))[0]
+        return (images.t() @ images).tril().sum() + self.groups(h).tanh().sum()
+
+
+def graphs() -> tuple[nn.Module, list[Any]]:
+    with ab.batch():  # the first block registers the library's ops
+        pass
+    instances = []
+    for n in (3, 5, 2, 5, 4):
+        ends = torch.arange(2 * n)
+        indices = torch.stack([ends % n, ends * ends % n])
+        instances.append((indices, torch.randn(2 * n).double(), torch.randn(n, 6).double()))
+    return Graphs(), instances
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, list[Any]]]] = {
     "child_sum": lambda: (ChildSumTreeLSTM(*SIZES), Synthetic().syntax_trees(9)),
     "binary": lambda: (BinaryTreeLSTM(*SIZES), Synthetic().binary_trees(7)),
     "bilstm": lambda: (BiLSTMTagger(*SIZES, tagger_hidden=6), Synthetic().sentences(6)),
     "experts": lambda: (Experts(), [(k % 4, torch.randn(k % 3 + 1, 6).double()) for k in range(9)]),
     "ragged": ragged,
+    "graphs": graphs,
 }
 
 

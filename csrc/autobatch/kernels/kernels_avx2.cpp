@@ -7,7 +7,12 @@
 
 namespace autobatch {
 
-const CpuKernels kernels_avx2 = {run_rows,       run_product_kernel, run_softmax,        turn,
-                                 multiply_block, add_product<float>, add_product<double>};
+const CpuKernels kernels_avx2 = {run_rows,
+                                 run_product_kernel,
+                                 run_softmax,
+                                 turn,
+                                 multiply_block,
+                                 add_sparse_product<float>,
+                                 add_sparse_product<double>};
 
 }  // namespace autobatch

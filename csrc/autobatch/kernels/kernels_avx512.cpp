@@ -6,7 +6,12 @@
 
 namespace autobatch {
 
-const CpuKernels kernels_avx512 = {run_rows, run_product_kernel, run_softmax,        turn,
-                                   nullptr,  add_product<float>, add_product<double>};
+const CpuKernels kernels_avx512 = {run_rows,
+                                   run_product_kernel,
+                                   run_softmax,
+                                   turn,
+                                   nullptr,
+                                   add_sparse_product<float>,
+                                   add_sparse_product<double>};
 
 }  // namespace autobatch

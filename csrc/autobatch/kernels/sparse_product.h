@@ -21,7 +21,7 @@ struct SparseProduct {
 // Compilers vectorize the inner loop, so this function is compiled for each CPU capability
 // (cpu_dispatch.h). It has internal linkage, because the versions differ.
 template <class T>
-static void add_product(const SparseProduct<T>& p) {
+static void add_sparse_product(const SparseProduct<T>& p) {
   for (int64_t e = 0; e < p.count; ++e) {
     const T value = p.values[e];
     const T* x = p.x + p.from[e] * p.width;

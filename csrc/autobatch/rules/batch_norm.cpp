@@ -2,6 +2,7 @@
 // statistics, and in evaluation mode, where all instances have the module's statistics.
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/to_device.h"
+#include "autobatch/rules/channel_vectors.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -29,13 +30,7 @@ class BatchNormRule final : public Rule {
     if (x.dtype != at::kFloat && x.dtype != at::kDouble) return false;
     if (sizes.size() != 2 || sizes[0] < 2 || sizes[1] == 0 || !row_major(x)) return false;
     for (const size_t slot : {kWeight, kBias}) {
-      if (!builder.is_tensor(slot)) {
-        builder.absent(slot);
-        continue;
-      }
-      if (builder.is_computed(slot)) return false;
-      const Value w = builder.weight(slot);
-      if (w.dtype != x.dtype || w.geometry->sizes != std::vector<int64_t>{sizes[1]}) return false;
+      if (!capture_channel_vector(builder, slot, sizes[1], x)) return false;
     }
     builder.key(dtype_word(x));
     builder.key(static_cast<uint64_t>(sizes[1]));
@@ -176,8 +171,10 @@ class StoredStatisticsRule final : public Rule {
     const auto& sizes = x.geometry->sizes;
     if (x.dtype != at::kFloat && x.dtype != at::kDouble) return false;
     if (sizes.size() < 2 || x.geometry->numel == 0 || !row_major(x)) return false;
+    if (builder.tensor(kMean).requires_grad() || builder.tensor(kVariance).requires_grad())
+      return false;
     for (const size_t slot : {kWeight, kBias, kMean, kVariance}) {
-      if (!capture_vector(builder, slot, x)) return false;
+      if (!capture_channel_vector(builder, slot, sizes[1], x)) return false;
     }
     builder.key(dtype_word(x));
     builder.key(sizes.size());
@@ -209,17 +206,6 @@ class StoredStatisticsRule final : public Rule {
 
  private:
   static constexpr size_t kWeight = 1, kBias = 2, kMean = 3, kVariance = 4, kTraining = 5, kEps = 7;
-
-  static bool capture_vector(NodeBuilder& builder, size_t slot, const Value& x) {
-    if (!builder.is_tensor(slot)) {
-      builder.absent(slot);
-      return true;
-    }
-    if (builder.is_computed(slot)) return false;
-    const Value w = builder.weight(slot);
-    if (w.requires_grad && (slot == kMean || slot == kVariance)) return false;
-    return w.dtype == x.dtype && w.geometry->sizes == std::vector<int64_t>{x.geometry->sizes[1]};
-  }
 
   static Tensor inverse_deviation(BatchView& batch) {
     return (batch.single(kVariance) + batch.argument(kEps).toDouble()).rsqrt_();

@@ -1,6 +1,7 @@
 // Normalization of groups of channels by statistics of each example: group_norm, instance_norm, and
 // batch_norm of one example in training mode. Members of one size run as one call.
 #include "autobatch/rules/by_shape.h"
+#include "autobatch/rules/channel_vectors.h"
 
 #include <ATen/ATen.h>
 
@@ -49,7 +50,7 @@ class GroupNormRule final : public Rule {
     if (groups <= 0 || channels % groups != 0) return false;
     if (x.geometry->numel / (sizes[0] * groups) < 2) return false;
     for (const size_t argument : {entry_.weight, entry_.bias}) {
-      if (!capture_vector(builder, argument, channels, x)) return false;
+      if (!capture_channel_vector(builder, argument, channels, x)) return false;
     }
     builder.key(dtype_word(x));
     builder.key(static_cast<uint64_t>(sizes.size()) << 32 | static_cast<uint64_t>(groups));
@@ -101,17 +102,6 @@ class GroupNormRule final : public Rule {
     }
     return entry_.from_input < 0 ||
            builder.argument(static_cast<size_t>(entry_.from_input)).toBool();
-  }
-
-  static bool capture_vector(NodeBuilder& builder, size_t argument, int64_t channels,
-                             const Value& x) {
-    if (!builder.is_tensor(argument)) {
-      builder.absent(argument);
-      return true;
-    }
-    if (builder.is_computed(argument)) return false;
-    const Value w = builder.weight(argument);
-    return w.dtype == x.dtype && w.geometry->sizes == std::vector<int64_t>{channels};
   }
 
   static int64_t num_elements(const Geometry& g) {

@@ -78,7 +78,7 @@ constexpr DecompositionEntry kEntries[] = {
 template <class T>
 SparseProductKernel<T> kernel() {
   const CpuKernels* kernels = cpu_kernels();
-  if (kernels == nullptr) return add_product<T>;
+  if (kernels == nullptr) return add_sparse_product<T>;
   if constexpr (std::is_same_v<T, float>) {
     return kernels->sparse_product_float;
   } else {

@@ -69,15 +69,19 @@ def test_sizes_do_not_add_batches(name: str) -> None:
     check_lengths(OTHERS[name])
 
 
-def test_distance_of_equal_points_has_no_gradient() -> None:
-    for rows in (3, 30):
-        x = rand(rows, W).requires_grad_()
-        with ab.batch(adaptive=False):
-            torch.cdist(x.sin(), x.sin()).sum().backward()
-        found, x.grad = x.grad, None
-        assert x.grad is None
-        assert found is not None
-        assert found.isfinite().all()
+@pytest.mark.parametrize("rows", [3, 30])
+def test_distance_of_equal_points_has_no_gradient(rows: int) -> None:
+    """The diagonal has distances of 0, where the square root has no derivative."""
+    x = rand(rows, W).requires_grad_()
+
+    def gradient() -> Tensor:
+        points = x.sin()
+        equal = torch.cdist(points, points).diagonal().sum()
+        return torch.autograd.grad(torch.cdist(points, points + 1).sum() + 0 * equal, x)[0]
+
+    with ab.batch(adaptive=False):
+        found = gradient()
+    torch.testing.assert_close(found, gradient())
 
 
 def test_cosine_similarity_of_short_vectors_has_eagers_gradient() -> None:
@@ -201,10 +205,7 @@ def test_products_of_sparse_matrices(op: str, layout: str) -> None:
     def results() -> list[Tensor]:
         return [function(a, (x @ weight).tanh()) for a, x in zip(matrices, instances, strict=True)]
 
-    try:
-        expected = results()
-    except RuntimeError as error:
-        pytest.skip(f"eager has no kernel: {error}")
+    expected = results()
     gradient = torch.autograd.grad(torch.stack([y.sin().sum() for y in expected]).sum(), weight)
     with ab.batch(adaptive=False) as scope:
         found = results()

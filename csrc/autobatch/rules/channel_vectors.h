@@ -1,0 +1,24 @@
+// The weight, bias and statistics of normalizations: a number for each channel.
+#pragma once
+
+#include "autobatch/rules/node_builder.h"
+
+#include <cstdint>
+#include <vector>
+
+namespace autobatch {
+
+// Adds an optional argument that is a vector [channels] and a weight (docs/glossary.md). Returns
+// false if the vector is computed in the block, or has another size or dtype than `x` needs.
+inline bool capture_channel_vector(NodeBuilder& builder, size_t argument, int64_t channels,
+                                   const Value& x) {
+  if (!builder.is_tensor(argument)) {
+    builder.absent(argument);
+    return true;
+  }
+  if (builder.is_computed(argument)) return false;
+  const Value w = builder.weight(argument);
+  return w.dtype == x.dtype && w.geometry->sizes == std::vector<int64_t>{channels};
+}
+
+}  // namespace autobatch
