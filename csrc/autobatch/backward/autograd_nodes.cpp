@@ -1,5 +1,6 @@
 #include "autobatch/backward/autograd_nodes.h"
 
+#include "autobatch/backward/consumed_nodes.h"
 #include "autobatch/backward/levels.h"
 #include "autobatch/backward/recompute.h"
 #include "autobatch/backward/saved_tensor_check.h"
@@ -336,10 +337,7 @@ class HeldNode final : public torch::autograd::Node {
     static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
     task.replay->differentiate(held.value, grad, edges);
     if (torch::autograd::get_current_graph_task_keep_graph()) return;
-    for (NodeId node : task.replay->nodes()) {
-      if (!record_->tape.values[record_->tape.nodes[node].first_value].requires_grad) continue;
-      if (!std::exchange(record_->consumed[node], 1)) --record_->num_unconsumed;
-    }
+    note_recomputed(*record_, task.replay->nodes());
   }
 
   std::shared_ptr<FlushRecord> record_;
@@ -443,14 +441,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   if (held.empty()) return edges;
   plan_levels(*record);
   divide_parts(*record);
-  for (const Node& node : record->tape.nodes) record->consumed.push_back(node.spent ? 1 : 0);
-  for (BatchRecord& batch : record->batches) {
-    if (!batch.needs_grad) continue;
-    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
-      batch.consumed += record->consumed[record->order[i]];
-    }
-    record->num_unconsumed += batch.count - batch.consumed;
-  }
+  init_consumed(*record);
   const at::AutoGradMode grad_mode(true);
   const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
   // The engine first runs the nodes that were created last. So nodes are created in the reverse of

@@ -1,5 +1,6 @@
 #include "autobatch/backward/backward.h"
 
+#include "autobatch/backward/consumed_nodes.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/backward/recompute.h"
 #include "autobatch/backward/saved_tensor_check.h"
@@ -15,14 +16,6 @@
 #include <optional>
 
 namespace autobatch {
-namespace {
-
-void check_not_consumed(const FlushRecord& record, NodeId node) {
-  if (!record.consumed[node] || !keeps_anything(record.tape, record.tape.nodes[node])) return;
-  raise_consumed(record.tape.nodes[node].signature->op->name);
-}
-
-}  // namespace
 
 BackwardTask::BackwardTask() = default;
 BackwardTask::~BackwardTask() = default;
@@ -151,7 +144,7 @@ void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumula
   reached.clear();
   for (NodeId node : members) {
     if (!task.reached[node]) continue;
-    if (!task.consumed[node]) check_not_consumed(record, node);
+    check_not_consumed(record, task, node);
     if (task.written != nullptr) task.written->check(node);
     reached.push_back(node);
   }
@@ -174,8 +167,9 @@ void run_part(FlushRecord& record, BackwardTask& task, GradAccumulator& accumula
   if (keep_graph) return;
   const uint32_t before = batch.consumed;
   for (NodeId node : reached) {
-    if (!std::exchange(record.consumed[node], 1)) ++batch.consumed;
-    task.consumed[node] = 1;
+    if (record.consumed[node] || !may_consume(record, node)) continue;
+    record.consumed[node] = task.consumed[node] = 1;
+    ++batch.consumed;
   }
   record.num_unconsumed -= batch.consumed - before;
   if (batch.consumed == batch.count && before != batch.count) task.finished.push_back(part.batch);

@@ -212,20 +212,19 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
   bool all = true;
   const RegionRows to = targets(slot, all);
   const Region& first = to.first();
+  const Geometry& g = *first.geometry;
+  const auto put = [&](const at::Tensor& there, const at::Tensor& values) {
+    first.fresh ? there.copy_(values) : there.add_(values);
+  };
+  if (all && size() > 1 && to.layout().same && !g.overlapping) {
+    at::DimVector sizes{size()};
+    sizes.append(g.sizes.begin(), g.sizes.end());
+    return put(region_view(first), gradient.reshape(sizes).sum(0));
+  }
   for (const Region& region : to.listed()) all = all && region.fresh == first.fresh;
   if (all) {
-    const auto put = [&](const at::Tensor& there, const at::Tensor& values) {
-      first.fresh ? there.copy_(values) : there.add_(values);
-    };
     const Layout& layout = to.layout();
-    const Geometry& g = *first.geometry;
     const bool disjoint = layout.step >= g.extent && !g.overlapping;  // no two members share memory
-    if (layout.same && size() > 1 && !g.overlapping) {
-      at::DimVector sizes{size()};
-      sizes.append(g.sizes.begin(), g.sizes.end());
-      region_view(first).add_(gradient.reshape(sizes).sum(0));
-      return;
-    }
     if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
       put(consecutive_view(to), gradient.reshape({-1}));
       return;

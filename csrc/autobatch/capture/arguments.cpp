@@ -9,7 +9,18 @@
 
 namespace autobatch {
 
+bool is_parameter(const at::Tensor& tensor) {
+  const auto is_leaf = [](const at::Tensor& t) {
+    const auto* meta = torch::autograd::impl::get_autograd_meta(t);
+    return meta != nullptr && meta->grad_fn_ == nullptr;
+  };
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (view == nullptr || !view->has_bw_view()) return is_leaf(tensor);
+  return is_leaf(view->get_backward_view().base_);  // a view made without grad mode has no grad_fn
+}
+
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
+  CaptureReasons reasons(CaptureState::current());
   Scan s;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
@@ -30,10 +41,11 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
       s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
       // Eager refuses to save an inference tensor for backward, so eager runs the call.
       s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
-      s.requires_grad |= tensor.requires_grad();
+      reasons.add(tensor);
       s.weight |= weight;
     });
   }
+  s.is_recorded = reasons.is_recorded();
   return s;
 }
 

@@ -18,13 +18,13 @@ namespace autobatch {
 
 // Properties of the arguments of one call, found in one pass.
 struct Scan {
-  bool pending = false;  // some tensor is pending
-  bool requires_grad = false;
-  bool weight = false;   // some tensor is in a weight position
-  bool plain = true;     // every tensor is plain (is_plain), and captured ops may take it
-  bool sparse = false;   // some tensor has another layout than kStrided
-  bool foreign = false;  // some tensor is pending in another scope, or lost
-  bool leaf = false;     // some pending tensor was made a leaf by requires_grad_()
+  bool pending = false;      // some tensor is pending
+  bool is_recorded = false;  // CaptureReasons::is_recorded()
+  bool weight = false;       // some tensor is in a weight position
+  bool plain = true;         // every tensor is plain (is_plain), and captured ops may take it
+  bool sparse = false;       // some tensor has another layout than kStrided
+  bool foreign = false;      // some tensor is pending in another scope, or lost
+  bool leaf = false;         // some pending tensor was made a leaf by requires_grad_()
 };
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);
@@ -32,8 +32,7 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
 // Returns why the arguments are not plain (Scan::plain), for the report.
 const char* why_not_plain(at::ArrayRef<c10::IValue> arguments);
 
-// Whether a call of this op is captured only if one of its tensor arguments is a reason for capture
-// (may_be_captured).
+// Whether a call of this op is captured only if its tensor arguments are a reason (CaptureReasons).
 inline bool is_captured_for_tensors(const OpInfo& info) {
   const bool deferred = info.action == Action::kDefer || info.action == Action::kView ||
                         info.action == Action::kDecompose;
@@ -41,37 +40,6 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
          info.index_argument < 0;
 }
 
-// Whether a tensor argument is a reason to capture a call: the tensor is pending, or autograd would
-// record the call. If is_captured_for_tensors() is true for an op, a call runs at once if
-// may_be_captured() is false for all tensor arguments. Most ops on a program's data (masks,
-// distances, positions) run at once.
-inline bool may_be_captured(const CaptureState& state, const at::Tensor& tensor) {
-  return tensor.defined() &&
-         (tensor.key_set().has(compat::kDeferKey) || (tensor.requires_grad() && state.grad_mode()));
-}
-inline bool may_be_captured(const CaptureState& state, at::ArrayRef<at::Tensor> tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (may_be_captured(state, tensor)) return true;
-  }
-  return false;
-}
-inline bool may_be_captured(const CaptureState& state, const c10::IValue& value) {
-  if (value.isTensor()) return may_be_captured(state, value.toTensor());
-  if (!value.isList()) return false;
-  for (const c10::IValue& item : value.toListRef()) {
-    if (item.isTensor() && may_be_captured(state, item.toTensor())) return true;
-  }
-  return false;
-}
-inline bool may_be_captured(const CaptureState& state, const at::ITensorListRef& tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (may_be_captured(state, tensor)) return true;
-  }
-  return false;
-}
-inline bool may_be_captured(const CaptureState& state, const std::optional<at::Tensor>& tensor) {
-  return tensor.has_value() && may_be_captured(state, *tensor);
-}
 // The argument types of the unboxed kernels that contain no tensor. A type that is not listed does
 // not compile.
 template <class T>
@@ -82,12 +50,65 @@ concept HoldsNoTensor =
     std::is_same_v<T, std::optional<at::ScalarType>> ||
     std::is_same_v<T, std::optional<at::MemoryFormat>> || std::is_same_v<T, at::IntArrayRef> ||
     std::is_same_v<T, std::optional<c10::SymInt>>;
-template <HoldsNoTensor T>
-bool may_be_captured(const CaptureState&, const T&) {
-  return false;
+
+// Whether the tensor, which requires grad, is a leaf or a view of a leaf.
+bool is_parameter(const at::Tensor& tensor);
+
+// Finds out whether the tensor arguments of a call are a reason to capture the call: one of them is
+// pending, autograd would record the call, or the call computes a function of parameters. Most ops
+// on a program's data (masks, distances, positions) are not captured. Without grad mode, a function
+// of parameters is captured so that it is computed once for all instances
+// (plan/common_subexpressions.h). Other arguments of such a function, such as a mask of pruned
+// weights, are not larger than the parameters. So the pending results need little memory.
+class CaptureReasons {
+ public:
+  explicit CaptureReasons(const CaptureState& state) : grad_mode_(state.grad_mode()) {}
+
+  void add(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    if (tensor.key_set().has(compat::kDeferKey)) {
+      is_pending_ = true;
+    } else if (!tensor.requires_grad()) {
+      largest_other_ = std::max(largest_other_, tensor.numel());
+    } else if (grad_mode_) {
+      is_recorded_ = true;
+    } else {
+      int64_t& largest = is_parameter(tensor) ? largest_parameter_ : largest_other_;
+      largest = std::max(largest, tensor.numel());
+    }
+  }
+  void add(at::ArrayRef<at::Tensor> tensors) {
+    for (const at::Tensor& tensor : tensors) add(tensor);
+  }
+  void add(const at::ITensorListRef& tensors) {
+    for (const at::Tensor& tensor : tensors) add(tensor);
+  }
+  void add(const std::optional<at::Tensor>& tensor) {
+    if (tensor.has_value()) add(*tensor);
+  }
+  void add(const c10::IValue& value) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) { add(tensor); });
+  }
+  template <HoldsNoTensor T>
+  void add(const T&) {}
+
+  bool is_recorded() const {
+    return is_recorded_ || (largest_parameter_ > 0 && largest_other_ <= largest_parameter_);
+  }
+  bool any() const { return is_pending_ || is_recorded(); }
+
+ private:
+  bool grad_mode_, is_pending_ = false, is_recorded_ = false;
+  int64_t largest_parameter_ = 0, largest_other_ = 0;  // numbers of elements
+};
+
+inline bool has_capture_reasons(const CaptureState& state, at::ArrayRef<c10::IValue> arguments) {
+  CaptureReasons reasons(state);
+  for (const c10::IValue& value : arguments) reasons.add(value);
+  return reasons.any();
 }
 
-// Whether a call for which may_be_captured() is false may run at once. The call may run at once if
+// Whether a call without CaptureReasons may run at once. The call may run at once if
 // ops on ordinary data are not captured (set_captures_data) and no cell or formula is being traced.
 // In addition, no buffer may wait for a captured write (running_statistics.h).
 inline bool may_pass(const CaptureState& state) {

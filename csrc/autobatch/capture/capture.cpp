@@ -124,9 +124,7 @@ class Call {
   bool is_training_norm() const {
     return info_.keeps_statistics && info_.action_on(arguments()) == Action::kMutate;
   }
-  static bool is_captured(const Scan& s) {
-    return s.plain && (s.pending || (s.requires_grad && grad_mode()));
-  }
+  static bool is_captured(const Scan& s) { return s.plain && (s.pending || s.is_recorded); }
 
   // Decides how the call is handled. The table is in op_registry.cpp.
   Action decide(const Scan& s) const {
@@ -136,11 +134,13 @@ class Call {
     if (!s.plain) return is_sparse_product(s) ? Action::kDecompose : Action::kAtOnce;
     if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
     if (s.pending || action == Action::kFactory) return action;
-    const bool recorded = is_captured(s) || CaptureState::current().captures_data;
+    const bool captures_data = CaptureState::current().captures_data;
+    const bool recorded = is_captured(s) || captures_data;
     switch (action) {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
-      case Action::kView:
+      case Action::kView:  // without grad mode, the view of a parameter is a leaf
+        return recorded && (captures_data || grad_mode()) ? action : Action::kAtOnce;
       case Action::kDecompose:
         return recorded || info_.always_defer ? action : Action::kAtOnce;
       default:
@@ -215,7 +215,7 @@ class Call {
 
   // Whether the call multiplies by a sparse matrix and has a decomposition.
   bool is_sparse_product(const Scan& s) const {
-    return (s.pending || (s.requires_grad && grad_mode())) && s.sparse && has_decomposition() &&
+    return (s.pending || s.is_recorded) && s.sparse && has_decomposition() &&
            !is_cast_by_autocast();
   }
 
@@ -228,7 +228,7 @@ class Call {
   }
 
   // Caches how the call was captured, for later calls with an equal key. Must be called after the
-  // capture, because the capture determines which tensors are weights.
+  // capture, which determines the weights.
   void remember(CachedCall cached, const Recorded& recorded) {
     if (!may_use_call_cache(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
@@ -456,8 +456,7 @@ class Call {
 
 }  // namespace
 
-// Returns the PyTorch feature that prevents capture of the op, and adds the feature to the report.
-// Returns null if the op can be captured.
+// Returns the PyTorch feature that prevents capture of the op, if any, and adds it to the report.
 static const Watcher* note_watcher(const OpInfo& info) {
   constexpr const char* kReason = "each op must be seen there as it runs";
   const CaptureState& state = CaptureState::current();
@@ -471,9 +470,7 @@ static const Watcher* note_watcher(const OpInfo& info) {
 void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   const CaptureState& state = CaptureState::current();
   if (may_pass(state) && is_captured_for_tensors(info) &&
-      std::ranges::none_of(
-          torch::jit::last(*stack, info.num_arguments),
-          [&](const c10::IValue& value) { return may_be_captured(state, value); })) {
+      !has_capture_reasons(state, torch::jit::last(*stack, info.num_arguments))) {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     return info.handle.redispatchBoxed(keys & kBelowCapture, stack);
   }

@@ -50,9 +50,13 @@ struct Unboxed<Op, Return(Args...)> {
     const CaptureState& state = CaptureState::current();
     static const OpInfo& info = op_info(op);
     static const bool for_tensors = is_captured_for_tensors(info);
-    if (for_tensors && may_pass(state) && (!may_be_captured(state, args) && ...)) {
-      const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-      return Op::redispatch(keys & kBelowCapture, std::forward<Args>(args)...);
+    if (for_tensors && may_pass(state)) {
+      CaptureReasons reasons(state);
+      (reasons.add(args), ...);
+      if (!reasons.any()) {
+        const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+        return Op::redispatch(keys & kBelowCapture, std::forward<Args>(args)...);
+      }
     }
     if (Scope* scope = capturing_scope(state)) {
       const Scope::Lock lock(*scope);

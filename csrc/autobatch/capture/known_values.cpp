@@ -65,7 +65,8 @@ class Evaluation {
     return known_.values[id];
   }
 
-  // Whether the node is probably an op on data (masks, indices), and not an op of a model.
+  // Whether the node is probably an op on data (masks, indices) or on parameters alone, and not an
+  // op of a model.
   bool is_worth_it(const Node& node) const {
     const Signature& signature = *node.signature;
     if (signature.op->random || signature.rule->subgraph() != nullptr) return false;
@@ -74,14 +75,17 @@ class Evaluation {
       if (value.requires_grad || value.geometry->numel > kMostElements) return false;
     }
     const auto operands = graph_.tape().operands_of(node);
+    size_t num_given = 0, num_parameters = 0;
     for (size_t slot = 0; slot < operands.size(); ++slot) {
       if (operands[slot] == kNone) continue;
       const Value& operand = graph_.value(operands[slot]);
+      ++num_given;
+      if (operand.requires_grad) ++num_parameters;
       const bool shared = slot < 64 && (signature.weight_slots >> slot & 1) != 0;
       const int64_t most = shared || signature.rule->heavy() ? kMostOfWeight : kMostElements;
-      if (operand.requires_grad || operand.geometry->numel > most) return false;
+      if (operand.geometry->numel > most) return false;
     }
-    return true;
+    return num_parameters == 0 || num_parameters == num_given;
   }
 
   // Runs the node and stores its results in known_. Returns false if the results cannot be computed

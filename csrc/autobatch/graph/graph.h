@@ -1,4 +1,4 @@
-// The deferred graph has nodes (captured ops), values (results, views, graph inputs) and interned
+// The deferred graph: nodes (captured ops), values (results, views, graph inputs) and interned
 // geometries. Nodes and values are stored in arenas and addressed by index. No op runs here.
 #pragma once
 
@@ -128,11 +128,11 @@ struct Node {
   uint32_t num_operands = 0;
   ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
   uint32_t num_values = 0;
-  bool in_place = false;  // captured from an in-place op, which writes the result to operand 0
-  bool spent = false;     // already differentiated without retain_graph (captured_gradient.h)
+  bool in_place = false;   // captured from an in-place op, which writes the result to operand 0
+  bool spent = false;      // already differentiated without retain_graph (captured_gradient.h)
+  bool is_shared = false;  // stands for equal nodes too (common_subexpressions.h)
   NodeState state = NodeState::kWaiting;
-  // Temporary number in a plan, a split or a compaction (flush_graph.h, split_graph.cpp).
-  uint32_t number = kNone;
+  uint32_t number = kNone;  // temporary, in a plan, a split or a compaction (flush_graph.h)
 
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };

@@ -82,7 +82,7 @@ class Unfolder {
     const auto to = static_cast<ValueId>(new_.values.size());
     number_[id] = to;
     Value value = old_.values[id];
-    value.next_view = kNone;
+    value.next_view = value.uses = kNone;
     if (value.parent == kNone) {
       value.base = to;
       value.node = node;

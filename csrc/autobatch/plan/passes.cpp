@@ -2,6 +2,7 @@
 
 #include "autobatch/common/switches.h"
 #include "autobatch/plan/chunk_batches.h"
+#include "autobatch/plan/common_subexpressions.h"
 #include "autobatch/plan/fuse_cat_matmul.h"
 #include "autobatch/plan/fuse_sums.h"
 #include "autobatch/plan/member_order.h"
@@ -23,6 +24,7 @@ GraphPass graph_passes[] = {
     {{Switch::Kind::kPass, "fuse_sums"},
      [](Tape& t, FlushGraph& g, SignatureTable& s) { return fuse_sums(t, g, s); },
      true},
+    {{Switch::Kind::kPass, "common_subexpressions"}, eliminate_common_subexpressions, true},
     {{Switch::Kind::kPass, "fuse_cat_matmul"}, fuse_cat_matmul, false},
 };
 

@@ -178,6 +178,7 @@ class RowsVectorRule final : public Rule {
 
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
+  bool gains_if_shared(size_t slot) const override { return slot == 1 && !on_left_; }
 
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
@@ -259,12 +260,13 @@ class RowsVectorRule final : public Rule {
 class ProductRule final : public Rule {
  public:
   // The rule of products whose operands have these ranks. 0 means any rank that matmul accepts, if
-  // the dimensions before the last two need no broadcasting.
+  // the dimensions before the last two need no broadcasting, or if the right side is a matrix.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
+  bool gains_if_shared(size_t slot) const override { return slot == 1; }
 
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
@@ -276,8 +278,11 @@ class ProductRule final : public Rule {
     if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
     if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
     const size_t leading = a.size() > 2 ? a.size() - 2 : 0;
-    if (leading > 0 ? b.size() != a.size() : b.size() > 2) return false;
-    if (!std::equal(a.begin(), a.begin() + static_cast<int64_t>(leading), b.begin())) return false;
+    if (b.size() > 2 && b.size() != a.size()) return false;
+    if (b.size() == 1 && leading > 0) return false;
+    if (b.size() > 2 &&
+        !std::equal(a.begin(), a.begin() + static_cast<int64_t>(leading), b.begin()))
+      return false;
     if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
     if (x.geometry->numel == 0 || y.geometry->numel == 0) return false;
     builder.key(dtype_word(x));
@@ -285,23 +290,29 @@ class ProductRule final : public Rule {
     at::DimVector out(a.begin(), a.begin() + static_cast<int64_t>(leading));
     if (a.size() > 1) out.push_back(a[a.size() - 2]);
     if (b.size() > 1) out.push_back(b.back());
+    if (leading > 0 && b.size() == 2 && !row_major(x)) return false;
     builder.result(out, x.dtype);
     return true;
   }
 
   void forward(Batch& batch) const override {
+    if (has_one_right_side(batch)) {
+      Tensor out = batch.output_rows(0, columns(batch));
+      return multiply_into(out, batch.rows(0, inner(batch)), batch.single(1), nullptr);
+    }
     if (in_place(batch)) return ProductsInPlace::forward(batch);
     if (!uniform(batch)) return forward_by_size(batch);
-    const Tensor x = left(batch.stacked(0));
+    const Tensor x = left(batch.stacked(0), batch.stacked(1));
     const Tensor y = right(batch.stacked(1));
     Tensor out = batch.output(0).view({x.size(0), x.size(1), y.size(2)});
     multiply_each(out, x, y);
   }
 
   void backward(BackwardBatch& batch) const override {
+    if (has_one_right_side(batch)) return backward_by_rows(batch);
     if (in_place(batch)) return ProductsInPlace::backward(batch);
     if (!uniform(batch)) return backward_by_size(batch);
-    const Tensor x = left(batch.stacked(0));
+    const Tensor x = left(batch.stacked(0), batch.stacked(1));
     const Tensor y = right(batch.stacked(1));
     const Tensor g = batch.grad_flat(0).view({x.size(0), x.size(1), y.size(2)});
     if (batch.needs(0)) {
@@ -324,13 +335,38 @@ class ProductRule final : public Rule {
     return x.sizes.size() << 16 | y.sizes.size() << 8 | by_row(x) << 1 | by_row(y);
   }
 
+  // --- one matrix on the right side: the left sides of all instances are rows of one product ---
+
+  static int64_t inner(const BatchView& batch) {
+    return batch.operand_value(0, 0).geometry->sizes.back();
+  }
+  static int64_t columns(const BatchView& batch) {
+    return batch.operand_value(0, 1).geometry->sizes.back();
+  }
+
+  // Computed matrices are shared if all instances compute them from the same parameters
+  // (plan/common_subexpressions.h).
+  static bool has_one_right_side(BatchView& batch) {
+    return batch.size() > 1 && batch.operand_value(0, 1).geometry->dim() == 2 && batch.shared(1);
+  }
+
+  static void backward_by_rows(BackwardBatch& batch) {
+    const Tensor g = batch.grad_rows(0, columns(batch));
+    if (batch.needs(0)) {
+      batch.add_computed(0, {g.size(0), inner(batch)},
+                         [&](Tensor& to) { multiply_into(to, g, batch.single(1).t(), nullptr); });
+    }
+    if (batch.needs(1)) batch.add_product(1, batch.rows(0, inner(batch)), g);
+  }
+
   static bool uniform(const BatchView& batch) { return batch.uniform(0) && batch.uniform(1); }
   static bool in_place(const BatchView& batch) {
-    return ProductsInPlace::can_run(batch) && (!uniform(batch) || is_with_vector(batch));
-  }
-  static bool is_with_vector(const BatchView& batch) {
     const auto& a = batch.operand_value(0, 0).geometry->sizes;
     const auto& b = batch.operand_value(0, 1).geometry->sizes;
+    if (a.size() > 2 && b.size() == 2) return false;
+    return ProductsInPlace::can_run(batch) && (!uniform(batch) || is_with_vector(a, b));
+  }
+  static bool is_with_vector(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
     const bool row = a.size() == 1 || a[a.size() - 2] == 1;
     const bool column = b.size() == 1 || b.back() == 1;
     return row || column || a.back() == 1;
@@ -352,15 +388,17 @@ class ProductRule final : public Rule {
 
   static void forward_by_size(Batch& batch) {
     for (const Members& members : groups_of(batch)) {
-      const Tensor x = left(stacked_of(batch, 0, members));
-      put_results(batch, 0, members, at::bmm(x, right(stacked_of(batch, 1, members))));
+      const Tensor y = stacked_of(batch, 1, members);
+      const Tensor x = left(stacked_of(batch, 0, members), y);
+      put_results(batch, 0, members, at::bmm(x, right(y)));
     }
   }
 
   static void backward_by_size(BackwardBatch& batch) {
     for (const Members& members : groups_of(batch)) {
-      const Tensor x = left(stacked_of(batch, 0, members));
-      const Tensor y = right(stacked_of(batch, 1, members));
+      const Tensor of_right = stacked_of(batch, 1, members);
+      const Tensor x = left(stacked_of(batch, 0, members), of_right);
+      const Tensor y = right(of_right);
       const Tensor g = gradients_of(batch, 0, members).reshape({x.size(0), x.size(1), y.size(2)});
       if (batch.needs(0)) add_gradients(batch, 0, members, at::bmm(g, y.mT()));
       if (batch.needs(1)) add_gradients(batch, 1, members, at::bmm(x.mT(), g));
@@ -368,9 +406,12 @@ class ProductRule final : public Rule {
   }
 
   // Returns the left sides [n, ..] as [B, M, K], with their own batch dimensions merged into B. A
-  // vector is one row.
-  static Tensor left(const Tensor& x) {
-    return x.dim() == 2 ? x.unsqueeze(1) : x.dim() > 3 ? x.flatten(0, -3) : x;
+  // vector is one row. If the right sides `y` have no batch dimensions, B is n, and the left sides
+  // have more rows.
+  static Tensor left(const Tensor& x, const Tensor& y) {
+    if (x.dim() == 2) return x.unsqueeze(1);
+    if (x.dim() == 3) return x;
+    return y.dim() == 3 ? x.flatten(1, -2) : x.flatten(0, -3);
   }
   // Returns the right sides as [B, K, N]. A vector is one column.
   static Tensor right(const Tensor& y) {

@@ -1,7 +1,8 @@
-// Convolutions with a shared weight. Instances of one size, [C, ..] or [N, C, ..], run as one call
-// over the batch dimension. Sequences of different lengths also run as one call. For this call, the
-// sequences are copied into one buffer, each with its padding. Results whose window covers parts of
-// two sequences are dropped.
+// Convolutions. If all instances have one weight, instances of one size, [C, ..] or [N, C, ..], run
+// as one call over the batch dimension. Sequences of different lengths also run as one call. For
+// this call, the sequences are copied into one buffer, each with its padding. Results whose window
+// covers parts of two sequences are dropped. If instances have weights of their own, instances of
+// one size run as one call with a group of channels for each instance.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -141,12 +142,12 @@ class ConvolutionRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads(size_t slot) const override { return slot != kBias; }
   bool reads_result(uint32_t) const override { return false; }
+  bool gains_if_shared(size_t slot) const override { return slot != kInput; }
 
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(kInput) || !builder.is_tensor(kWeight)) return false;
-    if (builder.is_computed(kWeight)) return false;
     const Value x = builder.operand(kInput);
-    const Value w = builder.weight(kWeight);
+    const Value w = operand_or_weight(builder, kWeight);
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if ((rank != entry_.dims + 1 && rank != entry_.dims + 2) ||
         w.geometry->sizes.size() != entry_.dims + 2) {
@@ -169,6 +170,7 @@ class ConvolutionRule final : public Rule {
   }
 
   void forward(Batch& batch) const override {
+    if (!has_one_weight(batch)) return forward_each(batch);
     const Window window = window_of(batch);
     const Tensor weight = batch.single(kWeight);
     std::optional<Tensor> bias;
@@ -195,6 +197,7 @@ class ConvolutionRule final : public Rule {
   }
 
   void backward(BackwardBatch& batch) const override {
+    if (!has_one_weight(batch)) return backward_each(batch);
     const Window window = window_of(batch);
     const Tensor weight = batch.single(kWeight);
     const int64_t outputs = batch.result_value(0, 0).geometry->sizes[channel_of(batch)];
@@ -268,13 +271,20 @@ class ConvolutionRule final : public Rule {
     return true;
   }
 
+  // A weight that the block computes can be another value in each instance.
+  static Value operand_or_weight(NodeBuilder& builder, size_t i) {
+    if (!builder.is_computed(i)) return builder.weight(i);
+    const Value value = builder.operand(i);
+    for (const int64_t size : value.geometry->sizes) builder.key(static_cast<uint64_t>(size));
+    return value;
+  }
+
   static bool bias(NodeBuilder& builder, const Value& x, int64_t outputs) {
     if (!builder.is_tensor(kBias)) {
       builder.absent(kBias);
       return true;
     }
-    if (builder.is_computed(kBias)) return false;
-    const Value b = builder.weight(kBias);
+    const Value b = operand_or_weight(builder, kBias);
     return b.dtype == x.dtype && b.geometry->dim() == 1 && b.geometry->sizes[0] == outputs;
   }
 
@@ -285,6 +295,55 @@ class ConvolutionRule final : public Rule {
 
   Tensor input(const BatchView& batch, const Members& members) const {
     return merged(stacked_of(batch, kInput, members)).contiguous();
+  }
+
+  // --- instances with weights of their own: the channels of each instance are a group ---
+
+  static bool has_one_weight(BatchView& batch) {
+    return batch.shared(kWeight) && (!batch.given(kBias) || batch.shared(kBias));
+  }
+
+  // Reshapes [n, C, ..] or [n, N, C, ..] to [N, n C, ..]; N is 1 if it is not given.
+  Tensor side_by_side(const Tensor& t) const {
+    const bool has_batches = t.dim() == static_cast<int64_t>(entry_.dims) + 3;
+    return has_batches ? t.transpose(0, 1).flatten(1, 2) : t.flatten(0, 1).unsqueeze(0);
+  }
+  // Reshapes [N, n C, ..] to [n, N, C, ..].
+  static Tensor taken_apart(const Tensor& t, const Members& members) {
+    return t.unflatten(1, {static_cast<int64_t>(members.size()), -1}).transpose(0, 1);
+  }
+
+  void forward_each(Batch& batch) const {
+    const Window w = window_of(batch);
+    for (const Members& members : groups_of(batch)) {
+      const auto count = static_cast<int64_t>(members.size());
+      std::optional<Tensor> bias;
+      if (batch.given(kBias)) bias = stacked_of(batch, kBias, members).flatten();
+      const Tensor out = at::convolution(side_by_side(stacked_of(batch, kInput, members)),
+                                         stacked_of(batch, kWeight, members).flatten(0, 1), bias,
+                                         w.stride, w.padding, w.dilation, entry_.transposed,
+                                         w.output_padding, w.groups * count);
+      put_results(batch, 0, members, taken_apart(out, members));
+    }
+  }
+
+  void backward_each(BackwardBatch& batch) const {
+    const Window w = window_of(batch);
+    const int64_t outputs = batch.result_value(0, 0).geometry->sizes[channel_of(batch)];
+    const std::array<bool, 3> wanted{batch.needs(kInput), batch.needs(kWeight),
+                                     batch.given(kBias) && batch.needs(kBias)};
+    for (const Members& members : groups_of(batch)) {
+      const auto count = static_cast<int64_t>(members.size());
+      const auto [gx, gw, gb] = at::convolution_backward(
+          side_by_side(gradients_of(batch, 0, members)),
+          side_by_side(stacked_of(batch, kInput, members)),
+          stacked_of(batch, kWeight, members).flatten(0, 1), at::IntArrayRef{outputs * count},
+          w.stride, w.padding, w.dilation, entry_.transposed, w.output_padding, w.groups * count,
+          wanted);
+      if (wanted[0]) add_gradients(batch, kInput, members, taken_apart(gx, members));
+      if (wanted[1]) add_gradients(batch, kWeight, members, gw);
+      if (wanted[2]) add_gradients(batch, kBias, members, gb);
+    }
   }
 
   // --- sequences of different lengths ---

@@ -162,8 +162,11 @@ struct FlushRecord {
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;
-  std::vector<uint8_t> consumed;  // by node: whether its backward has run without retain_graph
+  // By node: whether its backward has run without retain_graph (consumed_nodes.h).
+  std::vector<uint8_t> consumed;
   size_t num_unconsumed = 0;
+  // By shared node (Node::is_shared): the nodes from which it gets gradients.
+  std::unordered_map<NodeId, std::vector<NodeId>> readers_of_shared;
   bool freed = false;     // values are released; sizes and dtypes remain
   bool verified = false;  // recomputed values are compared with the original ones
   // By the id of autograd's graph task.

@@ -74,6 +74,7 @@ class LinearEachRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads(size_t slot) const override { return slot != 2; }
   bool reads_result(uint32_t) const override { return false; }
+  bool gains_if_shared(size_t slot) const override { return slot > 0; }
 
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;

@@ -105,6 +105,11 @@ class Rule {
     (void)k;
     return true;
   }
+  // Whether a batch in which all members read one value in this operand runs as one product.
+  virtual bool gains_if_shared(size_t slot) const {
+    (void)slot;
+    return false;
+  }
   // Whether the rule accesses its operands and their gradients only as single regions, so that they
   // need not be gathered.
   virtual bool copies_regions() const { return false; }

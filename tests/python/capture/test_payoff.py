@@ -100,9 +100,9 @@ def test_a_map_in_a_paused_block_batches(model: nn.Linear) -> None:
 
 def of_one(model: nn.Module, instances: int, adaptive: bool = True) -> tuple[bool, ab.batch]:
     """A block, always at this place; and whether its last op was deferred."""
-    x = torch.randn(4)
+    xs = torch.randn(instances, 4)
     with ab.batch(adaptive=adaptive) as scope:
-        results = [torch.sigmoid(model(torch.tanh(model(x)))) for _ in range(instances)]
+        results = [torch.sigmoid(model(torch.tanh(model(x)))) for x in xs]
         pending = is_pending(results[-1])
     return pending, scope
 

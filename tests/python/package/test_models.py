@@ -90,7 +90,7 @@ def test_more_of_the_same_instances_take_no_more_batches(build: Build, compare: 
     once = compare(model, instances)
     thrice = compare(model, instances * 3)
     assert thrice.ops == 3 * once.ops
-    assert thrice.batches == once.batches
+    assert thrice.batches <= once.batches
 
 
 def test_one_instance(build: Build, compare: Any) -> None:

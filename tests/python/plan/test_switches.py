@@ -57,6 +57,11 @@ def sums(width: int) -> Callable[[], list[Tensor]]:
     return run
 
 
+def weights(width: int) -> Callable[[], list[Tensor]]:
+    weight, xs = rand(width, width).requires_grad_(), [rand(n, width) for n in (2, 3, 4)]
+    return lambda: [x @ weight.softmax(0) for x in xs]
+
+
 def cats(_: int) -> Callable[[], list[Tensor]]:
     layer, gain = nn.Linear(32, 16, bias=False), nn.Linear(24, 16, bias=False)
     pieces = [[rand(16, 24, dtype=torch.float32) for _ in range(2)] for _ in range(4)]
@@ -128,6 +133,7 @@ def dropped(width: int) -> Callable[[], list[Tensor]]:
 
 # What each switch stands for, and whether this machine has it.
 PROGRAMS: dict[str, tuple[Program, bool]] = {
+    "common_subexpressions": (weights, True),
     "fuse_sums": (sums, True),
     "fuse_cat_matmul": (cats, HAS_KERNEL),
     "merge_by_weight": (experts, True),

@@ -68,6 +68,28 @@ def test_transposed(options: dict[str, Any], dims: int, lead: tuple[int, ...]) -
     check_native(lambda w, b, x: TRANSPOSED[dims](x, w, b, **options), xs, [weight, bias])
 
 
+@pytest.mark.parametrize("lead", [(), (1,), (2,)], ids=["C", "1C", "2C"])
+@pytest.mark.parametrize("name", ["conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_weights_of_each_instance(name: str, lead: tuple[int, ...], groups: int) -> None:
+    """Computed from the instance: instances of one size run as one call."""
+    convolution, dims = getattr(F, name), 1 if name.endswith("1d") else 2
+    instances = [
+        (rand(*lead, 4, *(n, 6)[:dims]), rand(4, 4 // groups, *[3] * dims), rand(4))
+        for n in (7, 7, 5, 7)
+    ]
+
+    def own(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return convolution(x, w.sin(), b.sin() if groups == 1 else None, groups=groups, padding=1)
+
+    check_native(own, instances, [])
+
+
+def test_one_computed_bias() -> None:
+    instances = [(rand(4, 7), rand(4)) for _ in range(3)]
+    check_native(lambda w, x, b: F.conv1d(x, w, b.sin()), instances, [rand(4, 4, 3)])
+
+
 def test_a_batch_and_a_single_image_are_apart() -> None:
     xs = [rand(3, 6, 6), rand(1, 3, 6, 6), rand(3, 6, 6)]
     check_native(F.conv2d, [(x, rand(2, 3, 3, 3)) for x in xs], [], batches=3)  # weights differ

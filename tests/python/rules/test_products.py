@@ -30,6 +30,11 @@ CASES: dict[str, Case] = {
         lambda n: (rand(2, n, W), rand(2, W, n + 1)),
         empty=False,
     ),
+    "product_batch_and_matrix": Case(
+        lambda x, y: x.tanh() @ y.tanh(),
+        lambda n: (rand(2, n, W), rand(W, n + 1)),
+        empty=False,
+    ),
     "product_bmm_many": Case(
         lambda x, y: torch.bmm(x.tanh(), y.tanh()),
         lambda n: (rand(n, 2, W), rand(n, W, 3)),

@@ -1,0 +1,82 @@
+#include "autobatch/backward/consumed_nodes.h"
+
+#include "autobatch/backward/saved_tensor_check.h"
+#include "autobatch/graph/op_registry.h"
+
+#include <algorithm>
+#include <functional>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+void find_readers_of_shared(FlushRecord& record) {
+  const Tape& tape = record.tape;
+  for (NodeId node : record.order) {
+    if (tape.nodes[node].is_shared) record.readers_of_shared.try_emplace(node);
+  }
+  if (record.readers_of_shared.empty()) return;
+  for (NodeId node : record.order) {
+    if (!tape.needs_grad(tape.nodes[node])) continue;
+    for (ValueId id : tape.operands_of(tape.nodes[node])) {
+      if (id == kNone || !tape.values[id].requires_grad) continue;
+      const auto shared = record.readers_of_shared.find(tape.values[id].node);
+      if (shared != record.readers_of_shared.end()) shared->second.push_back(node);
+    }
+  }
+}
+
+// Whether the node was consumed before the pass of `task`.
+bool was_consumed(const FlushRecord& record, const BackwardTask& task, NodeId node) {
+  if (record.consumed[node]) return !task.consumed[node];
+  const auto shared = record.readers_of_shared.find(node);
+  if (shared == record.readers_of_shared.end()) return false;
+  return std::ranges::any_of(shared->second, [&](NodeId reader) {
+    return task.reached[reader] != 0 && was_consumed(record, task, reader);
+  });
+}
+
+void raise_if_kept(const FlushRecord& record, NodeId node) {
+  if (!keeps_anything(record.tape, record.tape.nodes[node])) return;
+  raise_consumed(record.tape.nodes[node].signature->op->name);
+}
+
+}  // namespace
+
+void check_not_consumed(const FlushRecord& record, NodeId node) {
+  if (record.consumed[node]) raise_if_kept(record, node);
+}
+
+void check_not_consumed(const FlushRecord& record, const BackwardTask& task, NodeId node) {
+  if (was_consumed(record, task, node)) raise_if_kept(record, node);
+}
+
+void init_consumed(FlushRecord& record) {
+  for (const Node& node : record.tape.nodes) record.consumed.push_back(node.spent ? 1 : 0);
+  for (BatchRecord& batch : record.batches) {
+    if (!batch.needs_grad) continue;
+    for (uint32_t i = batch.first; i < batch.first + batch.count; ++i) {
+      batch.consumed += record.consumed[record.order[i]];
+    }
+    record.num_unconsumed += batch.count - batch.consumed;
+  }
+  find_readers_of_shared(record);
+}
+
+bool may_consume(const FlushRecord& record, NodeId node) {
+  const auto shared = record.readers_of_shared.find(node);
+  return shared == record.readers_of_shared.end() ||
+         std::ranges::all_of(shared->second,
+                             [&](NodeId reader) { return record.consumed[reader] != 0; });
+}
+
+void note_recomputed(FlushRecord& record, std::vector<NodeId> nodes) {
+  std::ranges::sort(nodes, std::greater());  // readers first
+  for (NodeId node : nodes) {
+    if (!record.tape.values[record.tape.nodes[node].first_value].requires_grad) continue;
+    if (!may_consume(record, node)) continue;
+    if (!std::exchange(record.consumed[node], 1)) --record.num_unconsumed;
+  }
+}
+
+}  // namespace autobatch

@@ -1,0 +1,21 @@
+// Common subexpression elimination. Programs often compute functions of their parameters again for
+// each example: weight normalization, a softmax over weights, the product of two low-rank factors,
+// a relative position bias. The pass keeps one of the equal nodes. The readers of the other nodes
+// then read one value, as in hand-batched code, so the rules can multiply by one shared matrix.
+#pragma once
+
+#include "autobatch/graph/signature.h"
+#include "autobatch/plan/flush_graph.h"
+
+namespace autobatch {
+
+// Runs before scheduling. Two nodes are equal if they have one signature and equal operands. Equal
+// operands are the same regions of graph inputs or of results of equal nodes. The results of a
+// removed node become views of the results of the remaining node. A node stays if the user holds a
+// result, if a later flush reads a result, or if the op is random. Products and convolutions by a
+// remaining node (Rule::gains_if_shared) get a signature of their own, so that all members of a
+// batch read one matrix (BatchView::shared). Does not update `graph`. Returns the number of removed
+// nodes.
+size_t eliminate_common_subexpressions(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
+
+}  // namespace autobatch
