@@ -27,7 +27,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-Policy = Literal["auto", "agenda", "depth", "frontier"]
+# The library's own policies; others can be added (csrc/autobatch/schedule/policies.cpp).
+Policy = Literal["auto", "agenda", "depth", "frontier"] | str
 Granularity = Literal["auto", "cell", "op"]
 
 
