@@ -187,8 +187,8 @@ Catches catches(const Frame& frame, int entered) {
 }
 
 // Whether an error that is raised at the current instruction of `start` reaches the end of the
-// block or of the fiber. Returns false if a function on the call stack may catch it. Sets `asked`
-// to the innermost line of the user's code on the call stack.
+// block or of the fiber. Returns false if a function on the call stack may catch the error. Sets
+// `asked` to the innermost line of the user's code on the call stack.
 bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
   Frame frame(reinterpret_cast<PyFrameObject*>(Py_NewRef(start.get())));
   while (frame) {

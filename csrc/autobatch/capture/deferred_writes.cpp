@@ -138,14 +138,22 @@ void settle(Scope& scope, const at::Tensor& tensor) {
 
 // --- which writes may be deferred ---
 
+// Whether autograd does not record the write, although the memory has a history. In eager, such a
+// write changes the values and keeps the history.
+bool keeps_history(const Graph& graph, const Value& to) {
+  return !grad_mode() && graph.requires_grad_now(to.base);
+}
+
+bool is_whole(const Value& to, const Value& base) {
+  return to.geometry == base.geometry && to.offset == 0;
+}
+
 // Whether all views of the memory also share its autograd history. If all views share the history,
 // all views may refer to the written value, as in eager.
 bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   const Value& base = graph.value(to.base);
-  bool memory_needs_grad = graph.requires_grad_now(to.base);
-  // In eager, a write that autograd does not record changes the values and keeps the history.
-  if (memory_needs_grad && !grad_mode()) return false;
-  if (!memory_needs_grad && !needs_grad) return true;
+  if (keeps_history(graph, to) && !is_whole(to, base)) return false;
+  if (!graph.requires_grad_now(to.base) && !needs_grad) return true;
   bool all = true;  // after the write, eager forbids the use of views that one call made (unbind)
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
@@ -228,6 +236,18 @@ at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
   return source.to(to.scalar_type());
 }
 
+// Returns a tensor with the history of `to` and the values of `source`.
+at::Tensor with_history_of(Scope& scope, const at::Tensor& to, const at::Tensor& source) {
+  settle(scope, {c10::IValue(to), c10::IValue(source)});
+  DispatchContext context;  // without autocast
+  context.grad_mode = true;
+  Recorded recorded;
+  const std::vector<c10::IValue> arguments{to, source};
+  const OpInfo& op = with_values_op();
+  if (!record_by(scope, op, arguments, *op.rules.front(), context, recorded)) return {};
+  return recorded.tensors[0];
+}
+
 // Whether a gradient of `id` certainly reaches `source` too. The search for a path to `source` is
 // bounded. Returns false if the search finds no path.
 bool depends_on(const Graph& graph, ValueId id, ValueId source) {
@@ -269,7 +289,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   const Value source = graph.value(source_id);
   Memory& memory = graph.make_memory(to.base);
   const Span place = span_of(to);
-  const bool whole = to.geometry == base.geometry && to.offset == 0;
+  const bool whole = is_whole(to, base);
   if (drops_history(graph, memory, place, whole, source_id)) assemble(scope, memory);
   memory.requires_grad = memory.requires_grad || source.requires_grad;
   memory.views.clear();
@@ -307,6 +327,11 @@ const OpInfo& assemble_op() {
   return info;
 }
 
+const OpInfo& with_values_op() {
+  static const OpInfo& info = find_op("autobatch::with_values", "");
+  return info;
+}
+
 bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   if (op.write == WriteKind::kNone || !arguments[0].isTensor()) return false;
   const at::Tensor& to = arguments[0].toTensor();
@@ -322,16 +347,18 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
   const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;
-  const at::Tensor source =
+  const bool keeps = keeps_history(graph, graph.value(pending->value()));
+  at::Tensor source =
       computed ? computed_source(scope, op, arguments, to) : given_source(op, arguments, to);
+  if (source.defined() && keeps) source = with_history_of(scope, to, source);
   if (!source.defined()) return false;
   if (progress() != before) return false;
   settle(scope, source);
   // Finds the op's own node among the added nodes. The call of settle() may have added other nodes.
-  for (NodeId node = when; computed && node < graph.tape().nodes.size(); ++node) {
+  for (NodeId node = when; computed && !keeps && node < graph.tape().nodes.size(); ++node) {
     if (graph.tape().nodes[node].signature->op->handle == *op.functional) graph.note_in_place(node);
   }
-  write(scope, pending->value(), graph.value_of(source), computed);
+  write(scope, pending->value(), graph.value_of(source), computed || keeps);
   graph.note_written(*graph.memory_of(graph.value(pending->value()).base), when);
   return true;
 }

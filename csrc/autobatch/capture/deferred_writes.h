@@ -21,6 +21,8 @@ bool record_write(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> argu
 // Returns the op assemble(self, places, pieces). The result of the op is `self` with each piece
 // written to its place. A place is a view of `self`.
 const OpInfo& assemble_op();
+// Returns the op with_values(self, values). The result of the op has the history of `self`.
+const OpInfo& with_values_op();
 
 // Prepares pending arguments for a read. If the memory of an argument was written to in pieces, and
 // no single piece covers the argument, the pieces are combined into one value.

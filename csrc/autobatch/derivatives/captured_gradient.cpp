@@ -303,6 +303,11 @@ class Derivation {
   bool differentiate(NodeId id) {
     const Node node = tape().nodes[id];
     if (node.signature->op == &assemble_op()) return differentiate_assembly(node);
+    if (node.signature->op == &with_values_op()) {
+      const auto found = gradients_.find(node.first_value);
+      const ValueId self = tape().operands[node.first_operand];
+      return found == gradients_.end() || add(self, std::move(found->second));
+    }
     FormulaRequest request;
     request.signature = node.signature;
     std::vector<ValueId> inputs;

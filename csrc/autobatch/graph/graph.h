@@ -322,7 +322,7 @@ class Graph {
   // other live tensor on its memory. The result's op must read only graph inputs or nothing.
   bool is_fresh(ValueId id) const;
   // Returns the value that the memory of `id` holds now. Returns `id` if nothing was written to it.
-  // Writes that overlap `id` in part must have been assembled (deferred_writes.h).
+  // Writes to only a part of `id` must already be combined into one value (deferred_writes.h).
   ValueId current(ValueId id);
   // Returns current(id) if no write to a part of its memory is recorded, else kNone.
   ValueId settled(ValueId id) {

@@ -1,7 +1,8 @@
 // Common subexpression elimination. Programs often compute functions of their parameters again for
 // each example: weight normalization, a softmax over weights, the product of two low-rank factors,
-// a relative position bias. The pass keeps one of the equal nodes. The readers of the other nodes
-// then read one value, as in hand-batched code, so the rules can multiply by one shared matrix.
+// a relative position bias. The pass keeps one of the equal nodes and removes the others. Ops that
+// read a removed node then read the kept node. So all examples share one matrix, as in hand-batched
+// code, and a rule can multiply all examples by it at once.
 #pragma once
 
 #include "autobatch/graph/signature.h"

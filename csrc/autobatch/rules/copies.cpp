@@ -243,7 +243,7 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
   return (g.is_complex() && !at::isComplexType(dtype) ? at::real(g) : g).to(dtype);
 }
 
-// Adds all arguments except the tensor to the key. Returns false if an argument names another
+// Adds to the key all arguments except the tensor. Returns false if an argument names another
 // device or is not a constant.
 bool copies_here(NodeBuilder& builder, const Value& x) {
   for (size_t i = 1; i < builder.num_arguments(); ++i) {

@@ -290,7 +290,7 @@ class BinaryRule final : public Rule {
     return batch.operand_value(0, slot).geometry->dim();
   }
 
-  // The operands in shapes that broadcast to the result of all instances.
+  // The two operands, reshaped so that they broadcast to the shape of the results of all instances.
   struct Sides {
     Tensor x, y;
     Form form = Form::kStacked;

@@ -236,6 +236,56 @@ class AssembleRule final : public Rule {
   }
 };
 
+Tensor with_values(const Tensor& self, const Tensor& values) {
+  Tensor out = at::empty_strided(self.sizes(), self.strides(), self.options());
+  out.copy_(self);
+  const at::NoGradGuard no_grad;
+  out.copy_(values);
+  return out;
+}
+
+// with_values(self, values) returns a tensor with the history of `self` and the given values. Eager
+// mode gives such a tensor if a program writes to `self` in torch.no_grad(). The gradient of the
+// result is the gradient of `self`.
+class WithValuesRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+
+  bool capture(NodeBuilder& builder) const override {
+    const Value self = builder.operand(0);
+    const size_t form = builder.key().size();
+    builder.operand(1);
+    builder.truncate_key(form);
+    builder.key(dtype_word(self));
+    builder.result(self.geometry, self.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override {
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      from.push_back(batch.operand_region(m, 1));
+      to.push_back(batch.result_region(m, 0));
+    }
+    copy_regions(from, to);
+  }
+
+  void backward(BackwardBatch& batch) const override {
+    Regions from, to;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      if (!batch.wanted(batch.operand(m, 0))) continue;
+      from.push_back(batch.grad_region(m, 0));
+      to.push_back(batch.target(m, batch.operand(m, 0)));
+    }
+    add_regions(from, to);
+  }
+
+  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor>) const override {
+    return {with_values(operands[0], operands[1])};
+  }
+};
+
 }  // namespace
 
 RuleTable memory_rules() {
@@ -252,7 +302,8 @@ RuleTable memory_rules() {
           {"aten::new_ones", new F(F::kNew, 1)},
           {"aten::new_empty", new F(F::kNew, 0)},
           {"aten::new_full", new F(F::kNew)},
-          {"autobatch::assemble", new AssembleRule()}};
+          {"autobatch::assemble", new AssembleRule()},
+          {"autobatch::with_values", new WithValuesRule()}};
 }
 
 bool is_factory(const Signature& signature) {
@@ -276,6 +327,7 @@ void register_memory_ops() {
     auto* lib =
         new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
+    lib->def("with_values(Tensor self, Tensor values) -> Tensor", &with_values);
     lib->def("sparse_product(Tensor indices, Tensor values, Tensor x, int size) -> Tensor",
              &sparse_product);
     lib->def("cell(Tensor[] inputs) -> Tensor[]", &cell_alone);

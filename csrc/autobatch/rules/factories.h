@@ -1,4 +1,4 @@
-// Functions that capture uses for factory ops and for the op behind deferred writes.
+// Functions that capture uses for factory ops and for the ops behind deferred writes.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -7,7 +7,7 @@
 
 namespace autobatch {
 
-// Defines `autobatch::assemble` and `autobatch::cell`, once per process.
+// Defines `autobatch::assemble`, `autobatch::with_values` and others, once per process.
 void register_memory_ops();
 
 // Whether the op is a factory, such as zeros or full.

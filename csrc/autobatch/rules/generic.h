@@ -20,8 +20,8 @@ bool is_optional_tensor_list(const c10::Type& type);
 // captured as a whole.
 bool capture_all_arguments(NodeBuilder& builder);
 
-// The rule of an op whose functorch batching rule computes eager's values, but not eager's
-// gradient. Batches that need a gradient run as a loop.
+// The rule of an op for which functorch gives eager's values, but not eager's gradient. Batches
+// that need a gradient run as a loop.
 const Rule& differentiated_loop_rule();
 // The rule of lstm_cell on a device that has a kernel for it.
 const Rule& kernel_cell_rule();

@@ -38,7 +38,7 @@ class ReadRecords;
 class Trials;
 class Verifier;
 
-// A recursive mutex for a lock that one thread takes repeatedly and that is almost never contended.
+// A recursive spin lock. One thread takes it repeatedly, and there is almost never contention.
 class RecursiveSpinLock {
  public:
   bool try_lock();

@@ -315,3 +315,71 @@ def test_write_to_what_eager_does_not_save(op: str) -> None:
         return [w.grad, *held]
 
     same(program)
+
+
+# --- writes in torch.no_grad(): the values change, and the history stays ---
+
+UNRECORDED: dict[str, Callable[[Tensor], Any]] = {
+    "clamp": lambda x: x.clamp_(min=0.5),
+    "multiply": lambda x: x.mul_(3),
+    "zero": lambda x: x.zero_(),
+    "fill": lambda x: x.fill_(0.25),
+    "copy": lambda x: x.copy_(torch.arange(3.0)),
+    "copy of a gradient's source": lambda x: x.copy_(x * 2),
+    "mask": lambda x: x.masked_fill_(x > 1, 0.5),
+    "twice": lambda x: x.mul_(3).clamp_(max=2),
+    "a part": lambda x: x[:2].zero_(),
+    "through a view": lambda x: x.view(3, 1).mul_(2),
+}
+MADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda w: w.clone(),
+    "product": lambda w: w * 2,
+    "saved by eager": lambda w: w.exp(),  # backward is an error
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_a_write_without_grad_mode_keeps_the_history(name: str, made: str) -> None:
+    def program(block: Blocks) -> Any:
+        w, v, losses, held = weight(3), weight(3), [], []
+        with block():
+            for i in range(3):
+                x = MADE[made](w * (i + 1))
+                before, view = x + 1, x[1:]
+                with torch.no_grad():
+                    UNRECORDED[name](x)
+                after = x * 5
+                x.add_(v)
+                losses.append((before.sum() + view.sum() * 2 + after.sum() + x.sum()) * (i + 1))
+                held += [before, view, after, x]
+        torch.stack(losses).sum().backward()
+        return [w.grad, v.grad, *held]
+
+    same(program, raises=RuntimeError if made == "saved by eager" else None)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_within_and_twice_through_an_unrecorded_write(create_graph: bool) -> None:
+    def program(block: Blocks) -> Any:
+        w, found = weight(3), []
+        with block():
+            for i in range(3):
+                x = w * (i + 1)
+                with torch.no_grad():
+                    x.clamp_(max=0.5)
+                (grad,) = torch.autograd.grad((x * x).sum(), w, create_graph=create_graph)
+                found.append(grad)
+        if create_graph:
+            found += torch.autograd.grad(torch.stack(found).square().sum(), w)
+        return found
+
+    same(program)
+
+
+def test_an_unrecorded_write_causes_no_flush() -> None:
+    w, x = weight(3, 3), torch.rand(4, 3, dtype=torch.float64)
+    with ab.batch(adaptive=False) as scope:
+        losses = [F.gaussian_nll_loss(x @ w, x, (x @ w).exp()) for _ in range(4)]
+    torch.stack(losses).sum().backward()
+    assert len(scope.report().flushes) == 1
