@@ -79,8 +79,6 @@ class Eliminator {
     // the states of all instances in place only if they are adjacent in memory.
     stands_for_[number] = equal;
     if (node.num_operands == 0) return;
-    if (order_.empty()) order_.resize(graph_.size(), kNone);
-    if (order_[equal] == kNone) order_[equal] = num_shared_++;
     remove(graph_.id(number), graph_.id(equal));
   }
 
@@ -221,46 +219,48 @@ class Eliminator {
   }
 
   // Gives the products with shared matrices signatures of their own, if each matrix has many
-  // readers.
+  // readers. The matrices of a signature are numbered, so that the number of signatures is bounded.
   void mark_readers() {
-    std::vector<uint64_t> marks(graph_.size(), 0);
-    std::vector<uint32_t> of_kind(kinds_.size(), 0);
-    ska::flat_hash_map<uint64_t, uint32_t> readers;  // by mark and kind
-    const auto key = [&](uint32_t number) {
-      return c10::hash_combine(marks[number], graph_.signature(number));
+    struct Matrix {
+      uint32_t readers = 0, number = 0;
     };
+    std::vector<uint64_t> matrix_of(graph_.size(), 0);  // by node number: a key of `matrices`, or 0
+    std::vector<uint32_t> products(kinds_.size(), 0), numbered(kinds_.size(), 0);
+    ska::flat_hash_map<uint64_t, Matrix> matrices;
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const Node& node = tape_.nodes[graph_.id(number)];
       if (!graph_.kind(number).signature->rule->heavy() || node.state == NodeState::kGone) continue;
-      ++of_kind[graph_.signature(number)];
-      marks[number] = mark_of(node);
-      if (marks[number] != 0) ++readers[key(number)];
+      ++products[graph_.signature(number)];
+      const uint64_t matrix = hash_matrices(node);
+      if (matrix == 0) continue;
+      matrix_of[number] = c10::hash_combine(matrix, graph_.signature(number));
+      ++matrices[matrix_of[number]].readers;
     }
     for (uint32_t number = 0; number < graph_.size(); ++number) {
-      if (marks[number] == 0) continue;
-      const uint32_t count = readers[key(number)];
-      const uint32_t all = of_kind[graph_.signature(number)];
-      if (count < kLeastReaders || count * kMostMatrices < all) continue;
+      if (matrix_of[number] == 0) continue;
+      Matrix& matrix = matrices[matrix_of[number]];
+      const uint32_t kind = graph_.signature(number);
+      if (matrix.readers < std::max(kLeastReaders, products[kind] / kMostMatrices)) continue;
+      if (matrix.number == 0) matrix.number = ++numbered[kind];
       Node& node = tape_.nodes[graph_.id(number)];
-      node.signature = marked(*node.signature, marks[number]);
+      node.signature = marked(*node.signature, matrix.number);
     }
   }
 
-  // Returns a hash of the shared values by which the node multiplies, or 0 if there are none. In
-  // each step of a program that repeats its calls, a node has the same mark.
-  uint64_t mark_of(const Node& node) const {
-    uint64_t mark = 0;
+  // Returns a hash of the shared values by which the node multiplies, or 0 if there are none.
+  uint64_t hash_matrices(const Node& node) const {
+    uint64_t hash = 0;
     for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
       const ValueId id = tape_.operands[node.first_operand + slot];
       if (id == kNone || !node.signature->rule->gains_if_shared(slot)) continue;
       const Value& value = tape_.values[id];
       if (value.is_graph_input()) continue;
       const uint32_t number = graph_.number(value.node);
-      if (number == kNone || order_[number] == kNone) continue;
-      mark = c10::hash_combine(mark, (uint64_t{order_[number]} << 32 | slot) + 1);
-      mark = c10::hash_combine(mark, static_cast<uint64_t>(value.offset));
+      if (number == kNone || !tape_.nodes[value.node].is_shared) continue;
+      hash = c10::hash_combine(hash, (uint64_t{value.base} << 32 | slot) + 1);
+      hash = c10::hash_combine(hash, static_cast<uint64_t>(value.offset));
     }
-    return mark;
+    return hash;
   }
 
   Signature* marked(const Signature& plain, uint64_t mark) {
@@ -286,8 +286,6 @@ class Eliminator {
   std::vector<uint32_t> next_;
   bool needs_grad_ = false;                        // of the node that is compared
   ska::flat_hash_map<size_t, ValueId> by_memory_;  // by hash: the first graph input
-  std::vector<uint32_t> order_;  // by node number: position among the shared nodes, or kNone
-  uint32_t num_shared_ = 0;
   size_t num_removed_ = 0;
 };
 
