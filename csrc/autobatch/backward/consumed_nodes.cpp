@@ -70,6 +70,32 @@ bool may_consume(const FlushRecord& record, NodeId node) {
                              [&](NodeId reader) { return record.consumed[reader] != 0; });
 }
 
+void note_spent(Graph& graph, std::vector<NodeId> nodes) {
+  const Tape& tape = graph.tape();
+  std::ranges::sort(nodes, std::greater());            // readers first
+  std::unordered_map<NodeId, size_t> unspent_readers;  // by shared node
+  for (NodeId node : nodes) {
+    tape.nodes[node].is_shared ? void(unspent_readers[node]) : graph.note_spent(node);
+  }
+  if (unspent_readers.empty()) return;
+  const auto add_to_operands = [&](const Node& reader, size_t change) {
+    for (ValueId id : tape.operands_of(reader)) {
+      if (id == kNone || !tape.values[id].requires_grad) continue;
+      const auto shared = unspent_readers.find(tape.values[id].node);
+      if (shared != unspent_readers.end()) shared->second += change;
+    }
+  };
+  for (const Node& node : tape.nodes) {
+    if (!node.spent && node.state != NodeState::kGone && tape.needs_grad(node))
+      add_to_operands(node, 1);
+  }
+  for (NodeId node : nodes) {
+    if (!tape.nodes[node].is_shared || unspent_readers.at(node) != 0) continue;
+    graph.note_spent(node);
+    add_to_operands(tape.nodes[node], static_cast<size_t>(-1));
+  }
+}
+
 void note_recomputed(FlushRecord& record, std::vector<NodeId> nodes) {
   std::ranges::sort(nodes, std::greater());  // readers first
   for (NodeId node : nodes) {

@@ -16,6 +16,10 @@ void init_consumed(FlushRecord& record);
 // instances may be differentiated one by one. So a shared node is consumed after its last reader.
 bool may_consume(const FlushRecord& record, NodeId node);
 
+// Records that a gradient was captured within the block without retain_graph, through these nodes
+// (Node::spent). A shared node is spent after its last reader.
+void note_spent(Graph& graph, std::vector<NodeId> nodes);
+
 // Raises eager's error if the node keeps anything and was consumed, or was consumed before the pass
 // of `task`. A shared node was consumed for an instance if it gets a gradient from a consumed
 // reader.

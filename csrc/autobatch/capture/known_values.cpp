@@ -85,7 +85,8 @@ class Evaluation {
       const int64_t most = shared || signature.rule->heavy() ? kMostOfWeight : kMostElements;
       if (operand.geometry->numel > most) return false;
     }
-    return num_parameters == 0 || num_parameters == num_given;
+    const bool of_parameters = num_parameters == num_given && !signature.rule->heavy();
+    return num_parameters == 0 || of_parameters;
   }
 
   // Runs the node and stores its results in known_. Returns false if the results cannot be computed

@@ -1,6 +1,7 @@
 #include "autobatch/derivatives/captured_gradient.h"
 
 #include "autobatch/backward/backward.h"
+#include "autobatch/backward/consumed_nodes.h"
 #include "autobatch/backward/saved_tensor_check.h"
 #include "autobatch/backward/view_gradient.h"
 #include "autobatch/capture/capture.h"
@@ -132,7 +133,7 @@ class Derivation {
       return false;
     }
     if (options_.retain_graph) return true;
-    for (const NodeId node : leads_) graph_.note_spent(node);
+    note_spent(graph_, {leads_.begin(), leads_.end()});
     return true;
   }
 

@@ -8,15 +8,17 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint32_t kRetry = 16;     // eager blocks between two deferred ones, if eager is faster
-constexpr uint32_t kRare = 1024;    // most blocks until the next estimate, if deferring is faster
-constexpr uint32_t kLonger = 4;     // factor by which the wait grows from estimate to estimate
+constexpr uint32_t kRetry = 16;       // fewest eager blocks between two deferred ones
+constexpr uint32_t kMostRetry = 256;  // most eager blocks between two deferred ones
+constexpr uint32_t kRare = 1024;      // most blocks until the next estimate, if deferring is faster
+constexpr uint32_t kLonger = 4;       // factor by which the wait grows from estimate to estimate
 constexpr double kMargin = 0.97;    // above this ratio of eager to deferred time, deferring is kept
 constexpr double kClear = 0.85;     // up to this ratio, two blocks of each kind are enough
 constexpr double kLost = 1.15;      // above this ratio, one eager block is enough
 constexpr double kOther = 2;        // a block whose time differs by this factor does other work
 constexpr double kSure = 0.9;       // a block whose ops take a larger share of its time is deferred
-constexpr Seconds kShortest{1e-3};  // a shorter block is not worth a trial
+constexpr Seconds kShortest{4e-4};  // a shorter block is not worth a trial
+constexpr uint32_t kOften = 7;      // blocks shorter than kLong between two identified ones
 constexpr Seconds kLong{4e-3};      // a block so long that computing its identity costs below 1 %
 constexpr uint32_t kChanging = 8;   // new identities in a row after which only needed ones count
 constexpr size_t kMostOthers = 8;   // models of one place that are remembered, besides the last one
@@ -28,11 +30,15 @@ double Trials::Times::least() const {
   return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
 }
 
-// Computing the identity takes longer than a short block. Therefore the identity of short blocks is
-// computed only if a block may run eagerly. Some programs have another identity in each block, for
-// example because each block makes a new model. An identity is of no use there.
-bool Trials::needs_identity() const {
-  if (took_ >= kLong && unknown_ < kChanging) return true;
+// Computing the identity takes a considerable part of the time of a short block. Therefore the
+// identity of short blocks is computed only if a block may run eagerly, and now and then to notice
+// another model. Some programs have another identity in each block, for example because each block
+// makes a new model. An identity is of no use there.
+bool Trials::needs_identity() {
+  if (took_ >= kShortest && unknown_ < kChanging) {
+    if (took_ >= kLong || unasked_ >= kOften) return true;
+    ++unasked_;
+  }
   const auto may_be_eager = [](const Known& known) {
     return known.phase != Phase::kWatch || known.wait == 0;
   };
@@ -40,6 +46,7 @@ bool Trials::needs_identity() const {
 }
 
 void Trials::switch_to(uint64_t identity) {
+  unasked_ = 0;
   if (identity == known_.identity) {
     unknown_ = 0;
     if (++unchanged_ > kForget) others_.clear();
@@ -114,7 +121,8 @@ void Trials::add(Run run, double seconds) {
   if (run == Run::kDeferred) known_.deferred.add(seconds);
   if (known_.phase == Phase::kTrial) return decide();
   if (known_.phase != Phase::kEagerWins || run != Run::kDeferred) return;
-  known_.wait = kRetry;
+  known_.wait = known_.wait_if_eager;
+  known_.wait_if_eager = std::min(kMostRetry, 2 * known_.wait_if_eager);
   if (seconds < known_.eager.least()) start_trial();
 }
 
@@ -131,7 +139,7 @@ void Trials::decide() {
   if (fewest < 2 || (fewest < 3 && ratio > kClear)) return;
   if (ratio > kMargin) return start_watch(kRetry);
   known_.phase = Phase::kEagerWins;
-  known_.wait = kRetry;
+  known_.wait = known_.wait_if_eager = kRetry;
 }
 
 void Trials::start_watch(uint32_t wait) {

@@ -61,11 +61,14 @@ class Trials {
     // The wait after an estimate in favour of deferring. One estimate may be wrong by chance, so
     // the first waits are short.
     uint32_t wait_if_deferred = 16;
+    // The wait after a deferred block that was slower than eager blocks. It grows from block to
+    // block, because such a block may take several times as long as an eager one.
+    uint32_t wait_if_eager = 16;
     Times deferred, eager;
     double eager_block = 0;  // average seconds of an eager block itself, without the code after it
   };
 
-  bool needs_identity() const;
+  bool needs_identity();
   void switch_to(uint64_t identity);
   void add(Run run, double seconds);
   void decide();
@@ -76,6 +79,7 @@ class Trials {
   std::vector<Known> others_;  // the last one first
   uint32_t unchanged_ = 0;     // how often in a row the same identity was determined
   uint32_t unknown_ = 0;       // how often in a row a new identity was determined
+  uint32_t unasked_ = 0;       // number of blocks since an identity was determined
   Clock::duration took_{};     // duration of the last block
   Run run_ = Run::kDeferred;
   bool is_open_ = false, by_period_ = false, has_period_ = false;

@@ -96,7 +96,26 @@ TEST_CASE("models that come back after many others are deferred") {
   }
 }
 
-TEST_CASE("after a model that eager execution won short blocks are soon not identified any more") {
+TEST_CASE("a deferred block that lost is tried again after longer and longer times") {
+  Program program;
+  program.eager_of(20, milliseconds(20), milliseconds(10));
+  CHECK(program.eager_of(1000, milliseconds(20), milliseconds(10)) >= 992);
+  // The other way is still found when it has become the faster one.
+  program.eager_of(260, milliseconds(6), milliseconds(10));
+  CHECK(program.eager_of(100, milliseconds(6), milliseconds(10)) == 0);
+}
+
+TEST_CASE("another model of short blocks is noticed after some blocks") {
+  Program program;
+  program.may_lose = false;
+  program.eager_of(100, milliseconds(1), milliseconds(2));
+  program.identity = 2;
+  program.may_lose = true;
+  program.eager_of(20, milliseconds(3), milliseconds(2));
+  CHECK(program.eager_of(20, milliseconds(3), milliseconds(2)) >= 19);
+}
+
+TEST_CASE("after a model that eager execution won short blocks are soon rarely identified") {
   Program program;
   program.eager_of(20, milliseconds(3), milliseconds(2));
   program.identity = 2;
@@ -104,7 +123,7 @@ TEST_CASE("after a model that eager execution won short blocks are soon not iden
   program.eager_of(100, milliseconds(3), milliseconds(2));
   program.asked = 0;
   program.eager_of(100, milliseconds(3), milliseconds(2));
-  CHECK(program.asked == 0);
+  CHECK(program.asked <= 13);
 }
 
 TEST_CASE("after a model that deferring won another model at the same place is timed at once") {

@@ -123,6 +123,33 @@ def test_gradients_of_each_loss(create_graph: bool) -> None:
         assert_same("gradient", grad, other)
 
 
+@pytest.mark.parametrize("name", ["linear", "matmul", "scalar", "views", "several matrices"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_within_the_block_after_a_read(name: str, create_graph: bool) -> None:
+    """The read runs the shared nodes. A gradient of one loss does not spend them for the others."""
+    function, _ = FUNCTIONS[name]
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, w, create_graph=create_graph)[0]
+
+    def read_and_differentiate(x: Tensor) -> Tensor | None:
+        loss = function(w, x).tanh().sum()
+        return None if loss.item() > 1e9 else gradient(loss)
+
+    w, xs = rand(4, 4).requires_grad_(), instances()
+    expected = [gradient(function(w, x).tanh().sum()) for x in xs]
+    with ab.batch(adaptive=False):
+        losses = [function(w, x).tanh().sum() for x in xs]
+        losses[1].item()
+        found = [gradient(loss) for loss in losses]
+        if not create_graph:
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                gradient(losses[0])
+    for values in (found, ab.map(read_and_differentiate, xs)):
+        for grad, other in zip(values, expected, strict=True):
+            assert_same("gradient", grad, other)
+
+
 def test_held_results_are_tensors_of_their_own() -> None:
     def held(enabled: bool) -> list[Tensor]:
         torch.manual_seed(0)

@@ -144,7 +144,7 @@ def recurrence(hidden: int, steps: int) -> tuple[Callable[[Tensor], Tensor], nn.
     return run, nn.ParameterList([w_x, w_h])
 
 
-@pytest.mark.needs("chunk_batches")
+@pytest.mark.needs("chunk_batches", "member_order")
 def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
     run, weights = recurrence(256, 24)
     xs = [torch.randn(24, 256) for _ in range(64)]
