@@ -27,8 +27,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# The library's own policies; others can be added (csrc/autobatch/schedule/policies.cpp).
-Policy = Literal["auto", "agenda", "depth", "frontier"] | str
+Policy = Literal["auto", "agenda", "depth", "frontier"]
 Granularity = Literal["auto", "cell", "op"]
 
 
