@@ -26,14 +26,17 @@ void find_readers_of_shared(FlushRecord& record) {
   }
 }
 
-// Whether the node was consumed before the pass of `task`.
+// Whether the node was consumed before the pass of `task`, at least for an instance.
 bool was_consumed(const FlushRecord& record, const BackwardTask& task, NodeId node) {
-  if (record.consumed[node]) return !task.consumed[node];
+  return record.consumed[node] ? task.consumed[node] == 0 : task.shared_again.contains(node);
+}
+
+bool gets_gradient_again(const FlushRecord& record, const BackwardTask& task, NodeId node) {
   const auto shared = record.readers_of_shared.find(node);
-  if (shared == record.readers_of_shared.end()) return false;
-  return std::ranges::any_of(shared->second, [&](NodeId reader) {
-    return task.reached[reader] != 0 && was_consumed(record, task, reader);
-  });
+  return shared != record.readers_of_shared.end() &&
+         std::ranges::any_of(shared->second, [&](NodeId reader) {
+           return task.reached[reader] != 0 && was_consumed(record, task, reader);
+         });
 }
 
 void raise_if_kept(const FlushRecord& record, NodeId node) {
@@ -47,7 +50,8 @@ void check_not_consumed(const FlushRecord& record, NodeId node) {
   if (record.consumed[node]) raise_if_kept(record, node);
 }
 
-void check_not_consumed(const FlushRecord& record, const BackwardTask& task, NodeId node) {
+void check_not_consumed(const FlushRecord& record, BackwardTask& task, NodeId node) {
+  if (gets_gradient_again(record, task, node)) task.shared_again.insert(node);
   if (was_consumed(record, task, node)) raise_if_kept(record, node);
 }
 
@@ -70,7 +74,7 @@ bool may_consume(const FlushRecord& record, NodeId node) {
                              [&](NodeId reader) { return record.consumed[reader] != 0; });
 }
 
-void note_spent(Graph& graph, std::vector<NodeId> nodes) {
+void note_captured_gradient(Graph& graph, std::vector<NodeId> nodes) {
   const Tape& tape = graph.tape();
   std::ranges::sort(nodes, std::greater());            // readers first
   std::unordered_map<NodeId, size_t> unspent_readers;  // by shared node

@@ -18,13 +18,13 @@ bool may_consume(const FlushRecord& record, NodeId node);
 
 // Records that a gradient was captured within the block without retain_graph, through these nodes
 // (Node::spent). A shared node is spent after its last reader.
-void note_spent(Graph& graph, std::vector<NodeId> nodes);
+void note_captured_gradient(Graph& graph, std::vector<NodeId> nodes);
 
 // Raises eager's error if the node keeps anything and was consumed, or was consumed before the pass
 // of `task`. A shared node was consumed for an instance if it gets a gradient from a consumed
-// reader.
+// reader. So readers are checked before the nodes that they read.
 void check_not_consumed(const FlushRecord& record, NodeId node);
-void check_not_consumed(const FlushRecord& record, const BackwardTask& task, NodeId node);
+void check_not_consumed(const FlushRecord& record, BackwardTask& task, NodeId node);
 
 // Records that a backward pass without retain_graph has recomputed the nodes (recompute.h).
 void note_recomputed(FlushRecord& record, std::vector<NodeId> nodes);

@@ -7,9 +7,15 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
-namespace autobatch {
+#include <algorithm>
+#include <limits>
 
+namespace autobatch {
+namespace {
+
+// Whether the tensor requires grad, and is a leaf or a view of a leaf.
 bool is_parameter(const at::Tensor& tensor) {
+  if (!tensor.requires_grad()) return false;
   const auto is_leaf = [](const at::Tensor& t) {
     const auto* meta = torch::autograd::impl::get_autograd_meta(t);
     return meta != nullptr && meta->grad_fn_ == nullptr;
@@ -17,6 +23,15 @@ bool is_parameter(const at::Tensor& tensor) {
   const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
   if (view == nullptr || !view->has_bw_view()) return is_leaf(tensor);
   return is_leaf(view->get_backward_view().base_);  // a view made without grad mode has no grad_fn
+}
+
+}  // namespace
+
+void CaptureReasons::add_size(const at::Tensor& tensor) {
+  const bool is_symbolic = tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  const int64_t size = is_symbolic ? std::numeric_limits<int64_t>::max() : tensor.numel();
+  int64_t& largest = !is_symbolic && is_parameter(tensor) ? largest_parameter_ : largest_other_;
+  largest = std::max(largest, size);
 }
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {

@@ -51,9 +51,6 @@ concept HoldsNoTensor =
     std::is_same_v<T, std::optional<at::MemoryFormat>> || std::is_same_v<T, at::IntArrayRef> ||
     std::is_same_v<T, std::optional<c10::SymInt>>;
 
-// Whether the tensor, which requires grad, is a leaf or a view of a leaf.
-bool is_parameter(const at::Tensor& tensor);
-
 // Finds out whether the tensor arguments of a call are a reason to capture the call: one of them is
 // pending, autograd would record the call, or the call computes a function of parameters. Most ops
 // on a program's data (masks, distances, positions) are not captured. Without grad mode, a function
@@ -68,13 +65,10 @@ class CaptureReasons {
     if (!tensor.defined()) return;
     if (tensor.key_set().has(compat::kDeferKey)) {
       is_pending_ = true;
-    } else if (!tensor.requires_grad()) {
-      largest_other_ = std::max(largest_other_, tensor.numel());
     } else if (grad_mode_) {
-      is_recorded_ = true;
+      is_recorded_ = is_recorded_ || tensor.requires_grad();
     } else {
-      int64_t& largest = is_parameter(tensor) ? largest_parameter_ : largest_other_;
-      largest = std::max(largest, tensor.numel());
+      add_size(tensor);
     }
   }
   void add(at::ArrayRef<at::Tensor> tensors) {
@@ -98,6 +92,8 @@ class CaptureReasons {
   bool any() const { return is_pending_ || is_recorded(); }
 
  private:
+  void add_size(const at::Tensor& tensor);
+
   bool grad_mode_, is_pending_ = false, is_recorded_ = false;
   int64_t largest_parameter_ = 0, largest_other_ = 0;  // numbers of elements
 };

@@ -133,7 +133,7 @@ class Derivation {
       return false;
     }
     if (options_.retain_graph) return true;
-    note_spent(graph_, {leads_.begin(), leads_.end()});
+    note_captured_gradient(graph_, {leads_.begin(), leads_.end()});
     return true;
   }
 

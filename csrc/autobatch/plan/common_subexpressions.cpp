@@ -31,7 +31,7 @@ class Eliminator {
         signatures_(signatures),
         kinds_(graph.kinds().size()),
         is_constant_(graph.size(), 0),
-        stands_for_(graph.size(), kNone) {}
+        equal_factory_(graph.size(), kNone) {}
 
   size_t run() {
     find_kinds();
@@ -77,9 +77,11 @@ class Eliminator {
     ++kind.found;
     // Equal factories stay, because their results are often the first of many states. A batch reads
     // the states of all instances in place only if they are adjacent in memory.
-    stands_for_[number] = equal;
-    if (node.num_operands == 0) return;
-    remove(graph_.id(number), graph_.id(equal));
+    if (node.num_operands == 0) {
+      equal_factory_[number] = equal;
+    } else {
+      remove(graph_.id(number), graph_.id(equal));
+    }
   }
 
   // Whether the node depends only on graph inputs, through nodes that are compared too.
@@ -119,8 +121,8 @@ class Eliminator {
     const Value& base = tape_.values[operand.base];
     if (base.is_graph_input()) return needs_grad_ ? operand.base : same_memory(operand.base);
     const uint32_t number = graph_.number(base.node);
-    if (number == kNone || stands_for_[number] == kNone) return operand.base;
-    return graph_.first_value(stands_for_[number]) + base.index;
+    if (number == kNone || equal_factory_[number] == kNone) return operand.base;
+    return graph_.first_value(equal_factory_[number]) + base.index;
   }
 
   // Returns the first graph input with the memory of `input`. Without grad mode, a view of a
@@ -278,8 +280,8 @@ class Eliminator {
   SignatureTable& signatures_;
   std::vector<Kind> kinds_;           // by signature
   std::vector<uint8_t> is_constant_;  // by node number: compared, and perhaps removed
-  // By node number: the first equal node, or kNone.
-  std::vector<uint32_t> stands_for_;
+  // By node number: for a factory, the first equal factory, or kNone.
+  std::vector<uint32_t> equal_factory_;
   // The compared nodes that remain, by hash: the last one. `next_` is the previous one with the
   // same hash, by node number.
   ska::flat_hash_map<size_t, uint32_t> heads_;

@@ -24,6 +24,7 @@ GraphPass graph_passes[] = {
     {{Switch::Kind::kPass, "fuse_sums"},
      [](Tape& t, FlushGraph& g, SignatureTable& s) { return fuse_sums(t, g, s); },
      true},
+    // After fuse_sums, because merged lookups could not become part of a sum.
     {{Switch::Kind::kPass, "common_subexpressions"}, eliminate_common_subexpressions, true},
     {{Switch::Kind::kPass, "fuse_cat_matmul"}, fuse_cat_matmul, false},
 };

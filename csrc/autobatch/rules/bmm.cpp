@@ -278,11 +278,7 @@ class ProductRule final : public Rule {
     if (x.dtype != y.dtype || !is_float(x) || a.empty() || b.empty()) return false;
     if (left_rank_ != 0 && (a.size() != left_rank_ || b.size() != right_rank_)) return false;
     const size_t leading = a.size() > 2 ? a.size() - 2 : 0;
-    if (b.size() > 2 && b.size() != a.size()) return false;
-    if (b.size() == 1 && leading > 0) return false;
-    if (b.size() > 2 &&
-        !std::equal(a.begin(), a.begin() + static_cast<int64_t>(leading), b.begin()))
-      return false;
+    if (leading > 0 && b.size() == 2 ? !row_major(x) : !has_same_leading(a, b)) return false;
     if (a.back() != (b.size() == 1 ? b[0] : b[b.size() - 2])) return false;
     if (x.geometry->numel == 0 || y.geometry->numel == 0) return false;
     builder.key(dtype_word(x));
@@ -290,7 +286,6 @@ class ProductRule final : public Rule {
     at::DimVector out(a.begin(), a.begin() + static_cast<int64_t>(leading));
     if (a.size() > 1) out.push_back(a[a.size() - 2]);
     if (b.size() > 1) out.push_back(b.back());
-    if (leading > 0 && b.size() == 2 && !row_major(x)) return false;
     builder.result(out, x.dtype);
     return true;
   }
@@ -324,6 +319,12 @@ class ProductRule final : public Rule {
   }
 
  private:
+  // Whether the dimensions before the last two are equal, or both operands have none.
+  static bool has_same_leading(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
+    if (a.size() <= 2) return b.size() <= 2;
+    return a.size() == b.size() && std::equal(a.begin(), a.end() - 2, b.begin());
+  }
+
   // Returns a word of the key with the ranks of both operands and, for each operand, whether it is
   // transposed. The word distinguishes products at different points of a model. Without the word,
   // `q @ k.mT` and the product of the attention weights and v could have one signature. The policy

@@ -134,6 +134,17 @@ Tensor assemble(const Tensor& self, at::TensorList places, at::TensorList pieces
   return out;
 }
 
+// Copies operand `slot` of each member to result 0. Returns the regions of the results.
+Regions copy_to_results(const Batch& batch, size_t slot) {
+  Regions from, to;
+  for (int64_t m = 0; m < batch.size(); ++m) {
+    from.push_back(batch.operand_region(m, slot));
+    to.push_back(batch.result_region(m, 0));
+  }
+  copy_regions(from, to);
+  return to;
+}
+
 // assemble(self, places, pieces) returns a copy of `self` in which each piece is written to its
 // place. A place is a view of `self`. Places do not overlap. The signature contains no shapes.
 class AssembleRule final : public Rule {
@@ -154,12 +165,7 @@ class AssembleRule final : public Rule {
   }
 
   void forward(Batch& batch) const override {
-    Regions from, to;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(batch.operand_region(m, 0));
-      to.push_back(batch.result_region(m, 0));
-    }
-    copy_regions(from, to);
+    const Regions to = copy_to_results(batch, 0);
     Regions pieces, places;
     for (int64_t m = 0; m < batch.size(); ++m) {
       for (size_t e = 0; e < count(batch, m); ++e) {
@@ -261,21 +267,14 @@ class WithValuesRule final : public Rule {
     return true;
   }
 
-  void forward(Batch& batch) const override {
-    Regions from, to;
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(batch.operand_region(m, 1));
-      to.push_back(batch.result_region(m, 0));
-    }
-    copy_regions(from, to);
-  }
+  void forward(Batch& batch) const override { copy_to_results(batch, 1); }
 
   void backward(BackwardBatch& batch) const override {
     Regions from, to;
     for (int64_t m = 0; m < batch.size(); ++m) {
       if (!batch.wanted(batch.operand(m, 0))) continue;
       from.push_back(batch.grad_region(m, 0));
-      to.push_back(batch.target(m, batch.operand(m, 0)));
+      to.push_back(batch.target_to_add(m, batch.operand(m, 0)));
     }
     add_regions(from, to);
   }

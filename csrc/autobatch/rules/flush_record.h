@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 namespace autobatch {
@@ -112,7 +113,9 @@ struct BackwardTask {
   std::vector<uint8_t> level_done;  // by level: whether it has been run
   // By level: whether a held value has received a gradient since the level was last run.
   std::vector<uint8_t> level_waits;
-  std::vector<uint8_t> consumed;  // by node: whether its backward has run in this pass
+  std::vector<uint8_t> consumed;  // by node: whether this pass has consumed it
+  // Shared nodes with a gradient from a reader that was consumed before this pass.
+  std::unordered_set<NodeId> shared_again;
   // By node. Bit k is set if a gradient has reached result k. Bit 7 represents result 7 and all
   // later results.
   std::vector<uint8_t> reached;

@@ -63,7 +63,7 @@ class Trials {
     uint32_t wait_if_deferred = 16;
     // The wait after a deferred block that was slower than eager blocks. It grows from block to
     // block, because such a block may take several times as long as an eager one.
-    uint32_t wait_if_eager = 16;
+    uint32_t wait_if_eager = 0;
     Times deferred, eager;
     double eager_block = 0;  // average seconds of an eager block itself, without the code after it
   };

@@ -76,6 +76,21 @@ def test_compiled_functions_inside_and_outside() -> None:
     assert_as_eager(program)
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_functions_compiled_for_any_size(grad: bool) -> None:
+    """The compiler traces ordinary tensors with symbolic sizes in the block."""
+
+    def program(batch: Batch) -> Any:
+        torch._dynamo.reset()
+        w = weight()
+        compiled = torch.compile(lambda x: (x.sin() * 2).sum(0), backend="eager", dynamic=True)
+        scaled = torch.compile(lambda x: (x * w[0, 0]).sum(0), backend="eager", dynamic=True)
+        with torch.set_grad_enabled(grad), batch():
+            return [f(torch.ones(n, 3)) for n in (2, 3, 5) for f in (compiled, scaled)]
+
+    assert_as_eager(program)
+
+
 # --- blocks ---
 
 

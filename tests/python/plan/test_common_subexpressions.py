@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import torch_autobatch as ab
 from helpers_rules import assert_same, check, rand
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 pytestmark = pytest.mark.needs("common_subexpressions")
 
@@ -70,18 +71,37 @@ def test_verify() -> None:
 
 
 def test_modules_with_weight_norm_and_pruning() -> None:
-    def model(x: Tensor) -> Tensor:
-        return conv(x.t()).relu().t() @ layer(x).t()
-
+    """Results and the gradients of all parameters; one call of each layer for all instances."""
+    torch.manual_seed(0)
     layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, dtype=torch.float64))
+    pruned = nn.Linear(4, 4, dtype=torch.float64)
+    prune.random_unstructured(pruned, "weight", 0.5)
     conv: Any = nn.utils.parametrizations.weight_norm(
         nn.Conv1d(4, 4, 3, padding=1, dtype=torch.float64)
     )
-    report = check(model, *instances())
-    assert {s.rule for s in report.signatures if s.op in ("aten::linear", "aten::conv1d")} == {
-        "native"
-    }
-    assert [s.launches for s in report.signatures if s.op == "aten::conv1d"] == [1]
+    modules = nn.ModuleList([layer, pruned, conv])
+    xs = instances()
+
+    def model(x: Tensor) -> Tensor:
+        hidden = pruned(layer(x))
+        return conv(hidden.t()).relu().t() * hidden
+
+    def run(enabled: bool) -> tuple[list[Tensor], ab.Report]:
+        modules.zero_grad()
+        with ab.batch(enabled=enabled, adaptive=False) as scope:
+            results = [model(x) for x in xs]
+        torch.stack([r.square().sum() for r in results]).sum().backward()
+        grads = [p.grad for p in modules.parameters() if p.grad is not None]
+        return [*results, *(g.clone() for g in grads)], scope.report()
+
+    expected, _ = run(False)
+    found, report = run(True)
+    assert len(found) == len(xs) + len(list(modules.parameters()))
+    for value, other in zip(found, expected, strict=True):
+        assert_same("result or gradient", value, other)
+    layers = [s for s in report.signatures if s.op in ("aten::linear", "aten::conv1d")]
+    assert {s.rule for s in layers} == {"native"}
+    assert [s.launches for s in layers if s.op == "aten::conv1d"] == [1]
 
 
 def losses(
@@ -187,8 +207,9 @@ def test_writes_hooks_and_random_numbers_stay_apart() -> None:
     check(written, *instances(), parameters=[rand(4, 4)])
     check(hooked, *instances(), parameters=[rand(4, 4)])
     assert len(seen) == 8
-    for grad, other in zip(seen[:4], sorted(seen[4:], key=lambda g: float(g.sum())), strict=False):
-        assert any(torch.allclose(grad, g) for g in seen[4:]), other
+    by_sum = [sorted(grads, key=lambda g: g.sum().item()) for grads in (seen[:4], seen[4:])]
+    for grad, other in zip(*by_sum, strict=True):  # the hooks may run in another order
+        assert_same("gradient of a hook", grad, other)
     w = torch.ones(1000).requires_grad_()
     with ab.batch() as scope:
         drawn = [(F.dropout(w * 1, 0.5) * x[0, 0].float()).detach() for x in instances()]
