@@ -54,6 +54,13 @@ class Attributes:
         ids = {id(value) for value in values if isinstance(value, Tensor)}
         return any(id(tensor) in ids for tensor in tensors)
 
+    def undo(self) -> None:
+        """Restores the attributes of modules."""
+        for table, before in self._tables:
+            for name in [name for name in table if name not in before]:
+                del table[name]
+            table.update(before)
+
     def make_plain(self) -> None:
         """Replaces traced numbers that the call has stored in attributes by ordinary numbers."""
         for table, _ in self._tables:

@@ -16,12 +16,13 @@ from torch_autobatch import _C
 from torch_autobatch._cell_arguments import Arguments, TracedNumbers
 from torch_autobatch._cell_attributes import Attributes
 from torch_autobatch._cell_by_sizes import compiled
+from torch_autobatch._cell_kept import replace_kept
 from torch_autobatch._cell_objects import make_plain, plain_item, watched
 from torch_autobatch._cell_program import MISMATCH, Program, Reason
 from torch_autobatch._cell_trace import Trace
 from torch_autobatch._random_state import random_states, restore
 
-_TRACES = 2  # traces with different sizes that must give the same program
+_TRACES = 2  # traces that must give the same program
 _MOST_PROGRAMS = 8  # for one kind of call
 _MOST_KINDS = 256
 
@@ -42,7 +43,10 @@ class _Group:
         self.run: Callable[..., Any] | None = None
 
     def add(self, arguments: Arguments, file: str, line: int) -> None:
-        """Adds a trace with these arguments. A size that never differed becomes a condition."""
+        """Adds a trace with these arguments. A size that never differed becomes a condition.
+
+        If no size differed, the program is for these sizes only.
+        """
         self.sizes.append(arguments.sizes())
         if len(self.sizes) < _TRACES:
             return
@@ -64,6 +68,7 @@ class _Calls:
         self.groups: list[_Group] = []
         self.hashes = True  # whether sizes may be dict keys in traces
         self.has_refused_hashes = False
+        self.kept = 0  # number of traces that kept a size somewhere
         self.why: Reason | None = None  # why these calls are not replayed
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
@@ -96,7 +101,12 @@ class _Calls:
         return None
 
     def is_known(self, sizes: tuple[int, ...]) -> bool:
-        return any(sizes in group.sizes for group in self.groups if group.guards.hold())
+        """Returns whether a compiled program had these sizes in its traces."""
+        return any(
+            group.run is not None and sizes in group.sizes
+            for group in self.groups
+            if group.guards.hold()
+        )
 
 
 @dataclasses.dataclass
@@ -135,7 +145,9 @@ class DynamicCell:
         if args and isinstance(args[0], nn.Module):  # the table is dropped with the module
             table, rest = self._of_module(args[0]), args[1:]
         found = _C.take_apart(rest, kwargs)
-        if found is None:  # an argument has neither a value nor an identity to compare
+        if found is None:
+            text = "an argument has neither a value nor an identity to compare"
+            _C.note_plain_cell(self._name(), text, self._line(args))
             return self.__wrapped__(*args, **kwargs)
         key, inputs, objects = found[:3]
         calls = table.get(key)
@@ -206,31 +218,64 @@ class DynamicCell:
     def _trace(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Traced:
+        """Runs the function. There is no program if the function keeps a size somewhere."""
+        numbers: list[weakref.ref[Any]] = []
+        is_kept = False
+        try:
+            call = self._record(calls, arguments, args, kwargs, numbers)
+        finally:
+            is_kept = replace_kept(numbers)
+        if is_kept:
+            calls.groups.clear()  # their programs do not know what was kept
+        if is_kept and call.program is not None:
+            call.program = None
+            calls.kept += 1
+            if calls.kept == _MOST_PROGRAMS:  # a later call may find what an earlier one kept
+                call.why = Reason("it keeps a size in a table or an object", self._line(args))
+        return call
+
+    def _record(
+        self,
+        calls: _Calls,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found_numbers: list[weakref.ref[Any]],
+    ) -> _Traced:
         modules = self._find_modules(self.__wrapped__, arguments.modules(args))
         attributes = Attributes(self.__wrapped__, modules)
-        trace = Trace(arguments.inputs, calls.hashes)
+        trace = Trace(arguments.inputs, calls.hashes, found_numbers)
         numbers = TracedNumbers(arguments, trace)
         has_module = bool(args) and isinstance(args[0], nn.Module)
         positional = numbers.put(args[has_module:])
         named = {name: numbers.put(value) for name, value in kwargs.items()}
         trace.watch(arguments.containers.values())
         others = watched(arguments.objects)
-        needs_hashes = False
+        drawn = random_states()
+        failure: Exception | None = None
         try:
             with trace:
                 result = self.__wrapped__(*args[:has_module], *positional, **named)
-        except BaseException as error:
+        except Exception as error:
             trace.make_plain()
-            may_be_hashes = not calls.hashes and trace.has_hashed and not trace.has_effects
-            needs_hashes = isinstance(error, TypeError) and may_be_hashes
-            if not needs_hashes:
+            if trace.has_effects:
                 raise
+            failure = error
         finally:
             trace.stop()
             attributes.make_plain()
-        if needs_hashes:
-            calls.hashes = True
-            return self._trace(calls, arguments, args, kwargs)
+        if failure is not None:  # the function runs again
+            trace.undo_changes()
+            others.undo()
+            attributes.undo()
+            restore(drawn)
+            if isinstance(failure, TypeError) and not calls.hashes and trace.has_hashed:
+                calls.hashes = True
+                return self._record(calls, arguments, args, kwargs, found_numbers)
+            # The code may need ordinary numbers (``json.dumps(n)``). Else it fails again.
+            result = self.__wrapped__(*args, **kwargs)
+            text = f"with a size that is traced, it raises {type(failure).__name__}"
+            return _Traced(result, None, Reason(text, self._line(args)), attributes)
         program = trace.finish(result)
         trace.make_plain()
         make_plain(result)
@@ -262,6 +307,9 @@ class DynamicCell:
 
     def _name(self) -> str:
         return str(getattr(self, "__qualname__", type(self.__wrapped__).__name__))
+
+    def _line(self, args: tuple[Any, ...]) -> str:
+        return "{}:{}".format(*self._place(args))
 
     def _place(self, args: tuple[Any, ...]) -> tuple[str, int]:
         """Returns the file and the first line of the function."""

@@ -207,6 +207,15 @@ class Changes:
     def make_plain(self) -> None:
         make_plain(*self._containers)
 
+    def undo(self) -> None:
+        for container, before in zip(self._containers, self._before, strict=True):
+            if isinstance(container, list):
+                container[:] = before.values()
+            elif not isinstance(container, tuple):
+                table = vars(container) if is_object(container) else container
+                table.clear()
+                table.update(before)
+
 
 def change(result: Any, *changes: tuple[Any, Any, Any]) -> Any:
     """Makes changes to containers, then returns ``result``.

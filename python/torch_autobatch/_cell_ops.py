@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 _OPERATORS = re.compile(
@@ -231,3 +232,19 @@ def keeps_statistics(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return False
     trains = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
     return trains is not False
+
+
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether the result of a call is a tensor or contains one."""
+    if isinstance(value, (tuple, list)):
+        return any(has_tensors(item) for item in value)
+    return isinstance(value, Tensor)
+
+
+def reads_values(name: str) -> str:
+    """Returns why a function that makes this call is not replayed."""
+    return f"{name.removeprefix('__get__')} reads values"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -94,6 +95,11 @@ def are_the_same(ours: Any, theirs: Any) -> bool:
     return type(ours) is type(theirs) and type(ours) in _COMPARED and ours == theirs
 
 
+def _shortened(text: str) -> str:
+    """Returns the text on one line, for messages."""
+    return textwrap.shorten(text, 80, placeholder=" …")
+
+
 def _is_trained(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -129,14 +135,15 @@ class Program:
         for ours, theirs in zip(self.lines, other.lines, strict=False):
             if ours != theirs:
                 steps = (self._readable(ours.source), other._readable(theirs.source))
-                return Reason(", then ".join(steps), ours.place)
+                return Reason(", then ".join(map(_shortened, steps)), ours.place)
         if len(self.lines) != len(other.lines):
             return Reason(f"{len(self.lines)} steps, then {len(other.lines)}", "")
         if self.returned != other.returned:
             return Reason("another result", "")
         for name, ours in self.constants.items():
             if not are_the_same(ours, other.constants[name]):
-                return Reason(f"{ours!r}, then {other.constants[name]!r}"[:200], "")
+                steps = (repr(ours), repr(other.constants[name]))
+                return Reason(", then ".join(map(_shortened, steps)), "")
         return None
 
     def _readable(self, source: str) -> str:

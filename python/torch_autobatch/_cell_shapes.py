@@ -113,6 +113,23 @@ class Origins:
     def _linear(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         return [*first[:-1], self._of(args[1])[0] if len(args) > 1 else None]
 
+    def _conv(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
+        """The kernel's channels. A length, if the padding keeps it."""
+        if len(args) < 2 or len(first) != args[1].dim():
+            return ()
+        given = dict(zip(("stride", "padding", "dilation"), args[3:6], strict=False)) | kwargs
+        stride, padding, dilation = (
+            _each(given.get(name, default), len(first) - 2)
+            for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))
+        )
+        reach = [d * (k - 1) for d, k in zip(dilation, args[1].shape[2:], strict=True)]
+        keeps = [
+            s == 1 and (p == "same" or (type(p) is int and 2 * p == r))
+            for s, p, r in zip(stride, padding, reach, strict=True)
+        ]
+        lengths = [size if kept else None for size, kept in zip(first[2:], keeps, strict=True)]
+        return [first[0], self._of(args[1])[0], *lengths]
+
     def _embedding(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
         return [*first, self._of(args[1])[-1] if len(args) > 1 else None]
 
@@ -175,6 +192,12 @@ class Origins:
         return first[1:] if args[1:2] == (0,) else ()
 
 
+def _each(value: Any, dims: int) -> Sequence[Any]:
+    """Returns the value of each dimension."""
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    return values if len(values) == dims else values[:1] * dims
+
+
 def _rest(first: Sizes, sizes: Sequence[Any]) -> Any:
     """Returns the size that -1 stands for in `sizes`, given the sizes `first`; None: unknown."""
     numbers = [math.prod(s for s in of if type(s) is int and s >= 0) for of in (first, sizes)]
@@ -197,6 +220,9 @@ def _key(size: Any) -> Any:
 
 
 _RULES: dict[str, Callable[[Origins, Sizes, Sequence[Any], Given], Sizes]] = {
+    "conv1d": Origins._conv,
+    "conv2d": Origins._conv,
+    "conv3d": Origins._conv,
     "linear": Origins._linear,
     "embedding": Origins._embedding,
     "gather": Origins._gather,

@@ -28,6 +28,7 @@ class Recorder(Protocol):
     def refuses_hashes(self) -> bool: ...
     def add_number(self, value: float, source: str) -> Any: ...
     def add_guard(self, condition: str) -> None: ...
+    def note(self, number: Any) -> None: ...
 
 
 class _Node:
@@ -118,6 +119,9 @@ class _Traced:
 
         return np.asarray(self._is_fixed(), *args, **kwargs)
 
+    def is_integer(self) -> bool:
+        return self._compare(float(self.value).is_integer(), f"float({self.name}).is_integer()")
+
     def __bool__(self) -> bool:
         return self._compare(bool(self.value), f"{self.name} != 0")
 
@@ -165,7 +169,9 @@ class TracedFloat(_Traced, torch.SymFloat):
 
 def traced(value: float, recorder: Recorder, name: str) -> Any:
     kind = TracedFloat if isinstance(value, float) else TracedInt
-    return kind(value, recorder, name)
+    number = kind(value, recorder, name)
+    recorder.note(number)
+    return number
 
 
 def is_traced(value: Any) -> bool:

@@ -13,6 +13,7 @@ import math
 import operator
 import re
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torch_autobatch import _C
+from torch_autobatch._cell_conditions import ask_count, ask_ones, context
 from torch_autobatch._cell_objects import (
     DELETED,
     Changes,
@@ -38,6 +40,7 @@ from torch_autobatch._cell_ops import (
     changes_shape,
     draws_elsewhere,
     gives_its_argument,
+    has_tensors,
     is_in_place,
     keeps_statistics,
     keeps_type,
@@ -45,7 +48,9 @@ from torch_autobatch._cell_ops import (
     may_write,
     name_of,
     puts_by_index,
+    reads_values,
     selects_by_values,
+    tensors_among,
 )
 from torch_autobatch._cell_passes import asks_after_draws, names_of_inputs, optimized
 from torch_autobatch._cell_program import (
@@ -75,6 +80,9 @@ _CHECKED = re.compile(
 )
 # Calls whose results depend on values. The program reads these values as the function does.
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
+# Calls that return values which the function may use in any way. (`item` gives a traced number.)
+_NUMBERS = frozenset(("__int__", "__float__", "__index__", "tolist"))
+_READS = _VERDICTS | _NUMBERS | {"item"}
 
 
 def _place() -> str:
@@ -85,27 +93,20 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def context() -> tuple[Any, ...]:
-    """Returns the state that PyTorch's calls depend on besides their arguments."""
-    return (
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_default_dtype(),
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
-    )
-
-
 class Trace(TorchFunctionMode):
     """Records one call. `inputs`: its tensors and ints, and containers of these.
 
     `hashes`: whether sizes may be keys of a cache. The program is then valid for these sizes only.
     Else hashing a size raises TypeError, as for ``torch.SymInt``: einops then uses no cache.
+    `numbers`: the list to which the trace adds its numbers.
     """
 
-    def __init__(self, inputs: Sequence[Any], hashes: bool = True) -> None:
+    def __init__(
+        self, inputs: Sequence[Any], hashes: bool, numbers: list[weakref.ref[Any]]
+    ) -> None:
         super().__init__()
         self._hashes = hashes
+        self._numbers = numbers
         self.has_hashed = False
         self.lines: list[Line] = []
         self.constants: dict[str, Any] = {}
@@ -120,6 +121,7 @@ class Trace(TorchFunctionMode):
         self._grad = torch.is_grad_enabled()
         self._context = context()
         self.has_effects = False
+        self._may_be_copies = False  # whether it depends on sizes which tensors share memory
         self.inputs = [f"x{i}" for i in range(len(inputs))]
         self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
         self._values = inputs
@@ -137,6 +139,10 @@ class Trace(TorchFunctionMode):
 
     def make_plain(self) -> None:
         self._changes.make_plain()
+
+    def undo_changes(self) -> None:
+        self._changes.undo()
+        self.make_plain()
 
     def refuse(self, why: str) -> None:
         """Ends the trace: there is no program."""
@@ -157,6 +163,9 @@ class Trace(TorchFunctionMode):
         self.lines.append(Line(name, source, is_number=True))
         return traced(value, self, name)
 
+    def note(self, number: Any) -> None:
+        self._numbers.append(weakref.ref(number))
+
     def add_guard(self, condition: str) -> None:
         self.lines.append(Line("", condition, place=_place()))
 
@@ -174,8 +183,10 @@ class Trace(TorchFunctionMode):
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
         # Checked before the read: a program that reads a pending value would split batches.
-        if (name in _VERDICTS or name == "item") and not all(map(_C.is_known, _tensors(args))):
-            self.refuse(_reads(name))  # the read may switch to fibers that use the same objects
+        if name in _READS and not all(map(_C.is_known, tensors_among(args))):
+            self.refuse(
+                reads_values(name)
+            )  # the read may switch to fibers that use the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
             func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # `select` is faster
@@ -209,15 +220,17 @@ class Trace(TorchFunctionMode):
             raise UntraceableError("it reads .grad")
         if name == "contiguous" or "memory_format" in kwargs:
             self._ask_layout(args, kwargs)
-        if not _has_tensors(result):
+        if not has_tensors(result):
             return self._fact(func, name, args, kwargs, result)
         if args and result is args[0] and gives_its_argument(name, args, kwargs):
             return result
         target = self._add_call(func, name, args, kwargs)
         self._origins.add(target, name, args, kwargs, result)
         if name == "squeeze":
-            self.add_guard(f"{target}.dim() == {result.dim()}")
-        elif type(result) in (tuple, list):  # the length of the result of `unbind` is a size
+            ask_ones(self._size, args, kwargs)
+        elif type(result) in (tuple, list) and not ask_count(
+            self._size, name, args, kwargs, len(result)
+        ):
             self.add_guard(f"len({target}) == {len(result)}")
         is_fresh = makes_memory(name, args)
         if isinstance(result, Tensor):
@@ -230,6 +243,11 @@ class Trace(TorchFunctionMode):
         """Adds a condition on the strides: they decide whether the call makes a copy."""
         if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
             raise UntraceableError("it asks for another memory format")
+        if self.has_effects and self._owns_all(args[:1]):
+            # After effects, a condition could not be met by running the function instead. Without
+            # writes, it makes no difference whether the result is a copy.
+            self._may_be_copies = True
+            return
         is_dense = args[0].is_contiguous()
         self.add_guard(f"{self._expression(args[0])}.is_contiguous() is {is_dense}")
 
@@ -255,19 +273,23 @@ class Trace(TorchFunctionMode):
         if _CHECKED.fullmatch(name.removeprefix("__get__")):
             self.add_guard(f"{self._call(func, name, args, kwargs)} is {self._expression(result)}")
             return result
-        if name in _VERDICTS:
-            condition = f"{self._call(func, name, args, kwargs)} is {result}"
+        if name in _VERDICTS or name in _NUMBERS:
+            relation = "is" if name in _VERDICTS else "=="
+            call = self._call(func, name, args, kwargs)
+            condition = f"{call} {relation} {self._expression(result)}"
             self.lines.append(Line("", condition, place=_place(), reads=True))
             return result
         if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
             return result
-        raise UntraceableError(_reads(name))
+        raise UntraceableError(reads_values(name))
 
     def _add_call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         writes = ""
         self.has_effects = self.has_effects or keeps_statistics(name, args, kwargs)
         if is_in_place(name, kwargs):
             written = args[0] if kwargs.get("out") is None else kwargs["out"]
+            if self._may_be_copies:
+                raise UntraceableError(f"it writes to a tensor ({name}) after contiguous()")
             if not isinstance(written, Tensor):
                 raise UntraceableError(f"{name} writes to several tensors")
             self.has_effects = self.has_effects or not self._owns_all([written])
@@ -473,18 +495,3 @@ class Trace(TorchFunctionMode):
         self._note_made(value)
         attributes = structure_of(vars(value), self._result)
         return f"{self._constant(make)}({self._constant(type(value))}, {attributes})"
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
-
-
-def _reads(name: str) -> str:
-    name = name.removeprefix("__get__")
-    return f"{name} returns no tensor, but what may follow from values"
-
-
-def _has_tensors(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(_has_tensors(item) for item in value)
-    return isinstance(value, Tensor)

@@ -1,0 +1,52 @@
+"""What decides, besides the arguments' values, what the calls of a dynamic cell return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SizeOf = Callable[[Tensor, int], Any]  # returns the size, which may be a traced number
+
+
+def ask_ones(size_of: SizeOf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Asks for the sizes that decide which dimensions `squeeze` drops.
+
+    A comparison of a traced number is a condition of the program.
+    """
+    given = args[1] if len(args) > 1 else kwargs.get("dim", range(args[0].dim()))
+    for dim in given if isinstance(given, (tuple, list, range)) else (given,):
+        bool(size_of(args[0], dim) == 1)
+
+
+def ask_count(
+    size_of: SizeOf, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
+) -> bool:
+    """Asks for the size that decides how many results `unbind`, `chunk` and `split` have.
+
+    Returns False for other calls.
+    """
+    if name == "unbind":
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+        return bool(size_of(args[0], dim) == count)
+    if name not in ("chunk", "split"):
+        return False
+    given = args[1] if len(args) > 1 else next(iter(kwargs.values()))
+    if isinstance(given, (tuple, list)):  # sizes, one for each result
+        return True
+    size = size_of(args[0], args[2] if len(args) > 2 else kwargs.get("dim", 0))
+    piece = -(-size // given) if name == "chunk" else given
+    return bool(-(-size // piece) == count)
+
+
+def context() -> tuple[Any, ...]:
+    """Returns the state that PyTorch's calls depend on besides their arguments."""
+    return (
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_default_dtype(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,
+    )
