@@ -259,6 +259,7 @@ _BACKWARD = Cause(
     "block out",
 )
 _REQUIRES_GRAD = Cause("requires_grad_()", "call it before the block, or after it on x.detach()")
+_LEAF_VIEW = Cause("a view made under no_grad()", "make it of x.detach(), with grad mode on")
 _HOOK = Cause("a hook", "register it after the block")
 _CHECKPOINT = Cause("checkpointing", "leave checkpointing out: max_pending= bounds memory as well")
 _TRANSFORM = Cause("a transform (vmap, grad, jvp)", "apply it outside the block")
@@ -270,6 +271,7 @@ _COMPILED = Cause(
 # By the reason that the core reports.
 _BY_REASON = [
     (r"^requires_grad_\(\)|.* on what requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
+    (r".* on a view made under no_grad\(\)", _LEAF_VIEW),
     (r"^(register_hook|the removal of a hook)", _HOOK),
     (r"^retain_grad", Cause("retain_grad()", "call it after the block")),
     (r"hooks on saved tensors|^CheckpointFunction", _CHECKPOINT),

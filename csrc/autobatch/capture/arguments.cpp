@@ -35,17 +35,22 @@ void CaptureReasons::add_size(const at::Tensor& tensor) {
 }
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments) {
-  CaptureReasons reasons(CaptureState::current());
+  const CaptureState& state = CaptureState::current();
+  const bool with_grad = state.grad_mode();
+  CaptureReasons reasons(state);
   Scan s;
   for (size_t i = 0; i < arguments.size(); ++i) {
     const bool weight = i < 64 && (info.weight_arguments >> i & 1) != 0;
     for_each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       if (const PendingTensor* p = as_pending(tensor)) {
         s.pending = true;
-        if (p->graph() != &graph) {
-          s.foreign = true;
-        } else {
-          s.leaf |= p->requires_grad() != graph.requires_grad_now(p->value());
+        if (p->graph() != &graph) {  // pending in another scope, or lost
+          s.unusable = "a tensor of another scope";
+        } else if (p->requires_grad() != graph.requires_grad_now(p->value())) {
+          const bool is_view = graph.value(p->value()).kind == ViewKind::kNoGrad;
+          if (!is_view) s.unusable = "what requires_grad_() made a leaf";
+          // Without grad mode, results do not depend on whether the view is a leaf.
+          if (is_view && with_grad) s.unusable = "a view made under no_grad()";
         }
       }
       if (!is_plain(*tensor.unsafeGetTensorImpl())) {

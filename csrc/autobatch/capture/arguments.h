@@ -18,13 +18,12 @@ namespace autobatch {
 
 // Properties of the arguments of one call, found in one pass.
 struct Scan {
-  bool pending = false;      // some tensor is pending
-  bool is_recorded = false;  // CaptureReasons::is_recorded()
-  bool weight = false;       // some tensor is in a weight position
-  bool plain = true;         // every tensor is plain (is_plain), and captured ops may take it
-  bool sparse = false;       // some tensor has another layout than kStrided
-  bool foreign = false;      // some tensor is pending in another scope, or lost
-  bool leaf = false;         // some pending tensor was made a leaf by requires_grad_()
+  bool pending = false;            // some tensor is pending
+  bool is_recorded = false;        // CaptureReasons::is_recorded()
+  bool weight = false;             // some tensor is in a weight position
+  bool plain = true;               // every tensor is plain (is_plain), and captured ops may take it
+  bool sparse = false;             // some tensor has another layout than kStrided
+  const char* unusable = nullptr;  // a pending tensor that cannot be an operand, for the report
 };
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);

@@ -5,6 +5,7 @@
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/known_values.h"
 #include "autobatch/capture/masked_select.h"
+#include "autobatch/capture/out_variants.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/capture/shape_inference.h"
 #include "autobatch/capture/try_cached_call.h"
@@ -56,10 +57,9 @@ class Call {
       return info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());
-    if (s.foreign || s.leaf) {
+    if (s.unusable != nullptr) {
       CellTrace::break_off("it uses a tensor of another scope, or a new leaf", info_.name);
-      make_real(info_, arguments(), " on ",
-                s.foreign ? "a tensor of another scope" : "what requires_grad_() made a leaf");
+      make_real(info_, arguments(), " on ", s.unusable);
       return info_.handle.callBoxed(stack_);  // the arguments' dispatch keys have changed
     }
     if (info_.is_cast && !s.pending && CastingGuard::is_casting()) return cast_once();
@@ -211,7 +211,7 @@ class Call {
     return true;
   }
 
-  bool has_decomposition() const { return autobatch::has_decomposition(info_, arguments()); }
+  bool has_decomposition() const { return decomposition_of(info_, arguments()) != nullptr; }
 
   // Whether the call multiplies by a sparse matrix and has a decomposition.
   bool is_sparse_product(const Scan& s) const {
@@ -322,7 +322,9 @@ class Call {
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
-    if (s.plain && !left_to_eager_ && record_write(scope_, info_, arguments())) {
+    const bool may_defer = s.plain && !left_to_eager_;
+    if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;
+    if (may_defer && record_write(scope_, info_, arguments())) {
       return give({arguments()[0].toTensor()}, false);
     }
     if (at::Tensor result; !left_to_eager_ && info_.keeps_statistics && is_captured(s) &&
@@ -416,7 +418,7 @@ class Call {
 
   void run_decomposition() {
     lock_.release();
-    give({info_.decomposition->run(arguments())}, false);
+    give(decomposition_of(info_, arguments())->run(arguments()), false);
   }
 
   // Runs the composite kernel on the pending tensors. The ops that it calls are captured.

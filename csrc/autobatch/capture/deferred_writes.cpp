@@ -313,6 +313,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   memory.written = static_cast<ValueId>(graph.tape().values.size());
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
+    if (alias.kind >= ViewKind::kDetached) return;
     auto held = alias.tensor->hold();
     if (held == nullptr) return;  // another thread is dropping its last reference
     const at::Tensor tensor(std::move(held));
@@ -333,7 +334,8 @@ const OpInfo& with_values_op() {
 }
 
 bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
-  if (op.write == WriteKind::kNone || !arguments[0].isTensor()) return false;
+  if (op.write == WriteKind::kNone || op.write == WriteKind::kOut) return false;
+  if (!arguments[0].isTensor()) return false;
   const at::Tensor& to = arguments[0].toTensor();
   const PendingTensor* pending = as_pending(to);
   if (pending == nullptr) return false;

@@ -134,8 +134,6 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // Eager's view would be a leaf that requires grad, which the graph cannot represent.
-  if (kind == ViewKind::kNoGrad && of_gradient) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {
     // The offset is relative to the current base, which a split of the graph may have changed.
@@ -257,10 +255,16 @@ bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
   // A view refers to the memory, and not to the value that was last written to the memory.
   const ValueId parent = pending != nullptr ? pending->value() : scope.graph().value_of(self);
   c10::SmallVector<ValueId, 8> ids;
-  if (!add_views(scope, op, parent, self.requires_grad(), views, list, grad_mode(), ids)) {
-    return false;
+  const bool of_gradient = self.requires_grad();
+  if (!add_views(scope, op, parent, of_gradient, views, list, grad_mode(), ids)) return false;
+  // A view made under no_grad() of a tensor that requires grad is a leaf that requires grad, too.
+  const bool are_leaves = of_gradient && !grad_mode() && !op.cuts_gradient;
+  for (const ValueId id : ids) {
+    recorded.tensors.push_back(make_pending(scope.graph(), id));
+    if (!are_leaves) continue;
+    torch::autograd::impl::materialize_autograd_meta(recorded.tensors.back())->requires_grad_ =
+        true;
   }
-  for (const ValueId id : ids) recorded.tensors.push_back(make_pending(scope.graph(), id));
   recorded.list = list;
   return true;
 }
@@ -273,6 +277,8 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
     const auto& maps = graph.tape().element_maps;  // element maps depend on more than the key
     if (!maps.empty() && maps.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
+    if (requires_grad && !grad_mode && !op.cuts_gradient)
+      return false;  // record_views() has leaves
     return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, grad_mode,
                      results);
   }

@@ -237,7 +237,10 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
       tensor->set_version_counter(data_counters.try_emplace(root, 0u).first->second);
       note_alias(handle);
     }
-    const bool leaf = handle.requires_grad() && !recorded;
+    // A view made under no_grad() requires grad because its base does.
+    const bool follows_base =
+        value.kind == ViewKind::kNoGrad && record.tape.values[value.base].requires_grad;
+    const bool leaf = handle.requires_grad() && !recorded && !follows_base;
     if (!leaf && !handle.is_inference()) {
       const at::Tensor root = roots.find(id, own, edges);
       if (root.defined()) link_view(handle, root, value.kind);

@@ -337,7 +337,11 @@ ValueId Graph::current(ValueId id) {
   Memory* memory = memory_of(value.base);
   if (memory == nullptr) return id;
   for (const Write& write : memory->writes) {
-    if (write.geometry == value.geometry && write.offset == value.offset) return write.source;
+    if (write.geometry != value.geometry || write.offset != value.offset) continue;
+    const Value source = tape_.values[write.source];
+    const bool cut = source.requires_grad && value.kind >= ViewKind::kDetached;
+    return cut ? add_view(write.source, source.geometry, source.offset, false, value.kind)
+               : write.source;
   }
   return view_of_content(*memory, id);
 }
@@ -351,8 +355,8 @@ ValueId Graph::view_of_content(Memory& memory, ValueId id) {
   // of a later view passes through its parent.
   const ValueId parent =
       id < memory.written ? memory.content : view_of_content(memory, value.parent);
-  const ValueId view =
-      add_view(parent, value.geometry, value.offset, memory.requires_grad, value.kind);
+  const bool requires_grad = memory.requires_grad && value.kind < ViewKind::kDetached;
+  const ValueId view = add_view(parent, value.geometry, value.offset, requires_grad, value.kind);
   memory.views.emplace(id, view);
   return view;
 }

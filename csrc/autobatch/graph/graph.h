@@ -337,7 +337,7 @@ class Graph {
   // Whether a read of `id` now gives a value that requires grad.
   bool requires_grad_now(ValueId id) const {
     const Value& value = tape_.values[id];
-    if (memories_.empty() || raw_) return value.requires_grad;
+    if (memories_.empty() || raw_ || value.kind >= ViewKind::kDetached) return value.requires_grad;
     const auto found = memories_.find(value.base);
     return found == memories_.end() ? value.requires_grad : found->second.requires_grad;
   }

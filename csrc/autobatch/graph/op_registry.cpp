@@ -207,21 +207,32 @@ Action action_from_schema(const c10::OperatorHandle& op, const c10::FunctionSche
                                                                        : Action::kView;
 }
 
-// Returns "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__", "" for other names.
-std::string functional_name(const std::string& name) {
+// Whether the last argument of the op is the tensor to which it writes its result.
+bool is_out_variant(const c10::OperatorHandle& op) {
+  const auto& arguments = op.schema().arguments();
+  const auto num_out = std::ranges::count_if(arguments, [](const auto& a) { return a.is_out(); });
+  return num_out == 1 && arguments.back().is_out();
+}
+
+// Returns "aten::add" for "aten::add_", "aten::__or__" for "aten::__ior__", the same name for an
+// out variant, and "" for other ops.
+std::string functional_name(const c10::OperatorHandle& op) {
+  const std::string& name = op.operator_name().name;
+  if (is_out_variant(op)) return name;
   if (name.starts_with("aten::__i")) return "aten::__" + name.substr(9);
   return name.ends_with("_") ? name.substr(0, name.size() - 1) : "";
 }
 
-// Whether the op returns the same values that `in_place` writes to argument 0, when both are called
-// with the same arguments.
-bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& in_place) {
+// Whether the op returns the same values that `writing` writes, when both are called with the same
+// arguments (without the argument `out`).
+bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& writing) {
   if (!op.hasSchema() || op.schema().is_mutable()) return false;
-  const auto& ours = in_place.schema().arguments();
+  const auto& ours = writing.schema().arguments();
   const auto& theirs = op.schema().arguments();
   const auto& returns = op.schema().returns();
-  if (ours.size() != theirs.size() || returns.size() != 1) return false;
-  for (size_t i = 0; i < ours.size(); ++i) {
+  const size_t num_shared = ours.size() - (is_out_variant(writing) ? 1 : 0);
+  if (num_shared != theirs.size() || returns.size() != 1) return false;
+  for (size_t i = 0; i < num_shared; ++i) {
     if (*ours[i].type() != *theirs[i].type()) return false;
   }
   return is_tensor_type(returns[0].type()) && returns[0].alias_info() == nullptr;
@@ -231,7 +242,7 @@ bool is_functional_of(const c10::OperatorHandle& op, const c10::OperatorHandle& 
 // may differ: for pow_.Scalar it is pow.Tensor_Scalar.
 std::optional<c10::OperatorHandle> find_functional(const c10::OperatorHandle& op) {
   const c10::OperatorName& name = op.operator_name();
-  const std::string functional = functional_name(name.name);
+  const std::string functional = functional_name(op);
   if (functional.empty()) return std::nullopt;
   c10::Dispatcher& dispatcher = c10::Dispatcher::singleton();
   const auto same_name = dispatcher.findSchema({functional, name.overload_name});
@@ -246,6 +257,11 @@ std::optional<c10::OperatorHandle> find_functional(const c10::OperatorHandle& op
 
 void describe_write(OpInfo& info) {
   const c10::OperatorHandle& op = info.handle;
+  if (is_out_variant(op) && !op.hasTag(at::Tag::nondeterministic_seeded)) {
+    info.functional = find_functional(op);
+    if (info.functional.has_value()) info.write = WriteKind::kOut;
+    return;
+  }
   if (info.written_arguments != 1 || op.hasTag(at::Tag::inplace_view)) return;
   if (op.schema().returns().size() != 1) return;
   if (info.name == "aten::zero_") {
@@ -275,7 +291,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
     if (info->action == Action::kDefer && op.hasTag(at::Tag::pointwise) && !random) {
       info->rules.push_back(&rule_of_tagged_ops());
     }
-    info->decomposition = find_decomposition(info->name);
+    info->decompositions = find_decompositions(info->name);
     if (info->view != nullptr) info->action = Action::kView;
     if (!info->rules.empty()) info->action = Action::kDefer;
     for (const Override& entry : kOverrides) {

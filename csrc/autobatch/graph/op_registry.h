@@ -33,12 +33,13 @@ enum class Action : uint8_t {
   kMutate,
 };
 
-// The values that an in-place op writes to its argument 0.
+// The values that an op writes, to its argument 0 if nothing else is said.
 enum class WriteKind : uint8_t {
   kNone,     // not deferred: writes to other memory too, or has no functional counterpart
   kZero,     // zeros
   kGiven,    // argument 1: `copy_`, `fill_`
   kCompute,  // the result of its functional counterpart
+  kOut,      // the same, but to its last argument (out_variants.h)
 };
 
 // How autograd differentiates an in-place op, compared with its functional counterpart.
@@ -68,12 +69,12 @@ struct OpInfo {
   std::string name;  // "aten::add.Tensor"
   Action action = Action::kAtOnce;
   std::vector<const Rule*> rules;  // native rules, in the order in which they are tried
-  const Decomposition* decomposition = nullptr;  // used if no native rule covers a call
+  std::vector<const Decomposition*> decompositions;  // used if no native rule covers a call
   ViewFunction view = nullptr;     // for kView; null: the Meta kernel computes the view
   uint64_t weight_arguments = 0;   // bit i: argument i is a weight, judging by its name
   uint64_t written_arguments = 0;  // bit i: argument i is written to
   WriteKind write = WriteKind::kNone;
-  std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute
+  std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute and kOut
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;  // `detach`: the result requires no grad
@@ -102,8 +103,9 @@ AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload)
 
 // Returns the native rules for the op ("aten::add.Tensor"), in the order in which they are tried.
 std::vector<const Rule*> find_native_rules(std::string_view op);
-// Returns the decomposition of the op, or null (rules/decompositions.h).
-const Decomposition* find_decomposition(std::string_view op);
+// Returns the decompositions of the op, in the order in which they are tried
+// (rules/decompositions.h).
+std::vector<const Decomposition*> find_decompositions(std::string_view op);
 // The rule for any elementwise op. Instances may have different lengths.
 const Rule& rule_of_tagged_ops();
 
