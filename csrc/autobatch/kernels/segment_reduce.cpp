@@ -13,6 +13,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -76,6 +77,25 @@ void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* su
   sum_pairwise(row, first, half, inner, sum, scratch);
   sum_pairwise(row, first + half, n - half, inner, scratch, scratch + inner);
   for (int64_t i = 0; i < inner; ++i) sum[i] += scratch[i];
+}
+
+// Returns the sum of n consecutive elements. Several sums are computed side by side, because in a
+// single sum each addition would wait for the previous addition.
+template <class A, class T>
+A sum_elements(const T* x, int64_t n) {
+  constexpr int64_t kLanes = 16, kBlock = 256;
+  if (n > kBlock) return sum_elements<A>(x, n / 2) + sum_elements<A>(x + n / 2, n - n / 2);
+  A sum(0);
+  int64_t i = 0;
+  if (n >= kLanes) {
+    std::array<A, kLanes> lanes{};
+    for (; i + kLanes <= n; i += kLanes) {
+      for (int64_t k = 0; k < kLanes; ++k) lanes[k] += static_cast<A>(x[i + k]);
+    }
+    for (const A lane : lanes) sum += lane;
+  }
+  for (; i < n; ++i) sum += static_cast<A>(x[i]);
+  return sum;
 }
 
 int64_t num_halvings(int64_t n) {
@@ -168,7 +188,11 @@ void segment_sum(const Tensor& rows, const Counts& counts, Tensor& out) {
     const int64_t step = out.stride(0);
     const auto row = [&](int64_t r) { return rows_at + r * inner; };
     for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
-      sum_rows<acc_t>(row, start, counts[s], inner, to + s * step);
+      if (inner == 1) {
+        to[s * step] = static_cast<exact_t>(sum_elements<acc_t>(row(start), counts[s]));
+      } else {
+        sum_rows<acc_t>(row, start, counts[s], inner, to + s * step);
+      }
     });
   });
 }
@@ -234,6 +258,14 @@ namespace {
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;
+  if (count < kLanes) {
+    int64_t best = 0;
+    for (int64_t i = 1; i < count; ++i) {
+      const bool is_better = kLargest ? !(x[i] <= x[best]) : !(x[i] >= x[best]);
+      if (is_better && x[best] == x[best]) best = i;  // the first NaN stays
+    }
+    return best;
+  }
   const auto better = [](T a, T b) { return kLargest ? std::max(a, b) : std::min(a, b); };
   std::array<T, kLanes> lanes;
   lanes.fill(x[0]);

@@ -4,12 +4,22 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace autobatch {
 namespace {
 
 using at::Tensor;
+
+bool is_channels_last(const Geometry& g) {
+  if (g.contiguous) return false;
+  return g.dim() == 4   ? c10::is_channels_last_strides_2d<int64_t>(g.sizes, g.strides)
+         : g.dim() == 5 ? c10::is_channels_last_strides_3d<int64_t>(g.sizes, g.strides)
+                        : false;
+}
+
+// --- cat and stack ---
 
 class JoinRule final : public Rule {
  public:
@@ -101,11 +111,7 @@ class JoinRule final : public Rule {
       const Geometry& g = *piece.geometry;
       if (row_major(piece)) return false;
       const bool unsqueezed = stack_ && dim == g.dim();  // one dimension more, of size 1
-      const bool last = g.dim() == 4 ? c10::is_channels_last_strides_2d<int64_t>(g.sizes, g.strides)
-                        : g.dim() == 5
-                            ? c10::is_channels_last_strides_3d<int64_t>(g.sizes, g.strides)
-                            : false;
-      if (!last && !(unsqueezed && (g.dim() == 3 || g.dim() == 4))) return false;
+      if (!is_channels_last(g) && !(unsqueezed && (g.dim() == 3 || g.dim() == 4))) return false;
     }
     return true;
   }
@@ -157,28 +163,34 @@ class JoinRule final : public Rule {
 
 // --- padding ---
 
-// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): copies x into a filled tensor. The
-// signature does not contain the padding after x. So instances of different lengths that are padded
-// to one length form one batch.
+// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): copies x, or with negative padding a
+// part of x, into a filled tensor. For each dimension, the signature contains at most one of the
+// two numbers: the padding on the other side follows from the sizes of x and of the result. So
+// instances of different lengths that are padded to one length form one batch.
 class PadRule final : public Rule {
  public:
   bool saves() const override { return false; }
 
   bool capture(NodeBuilder& builder) const override {
     const Value x = builder.operand(0);
-    if (!builder.argument(1).isIntList() || !row_major(x)) return false;
+    if (!builder.argument(1).isIntList()) return false;
     if (builder.num_arguments() == 4 && builder.argument(2).toStringRef() != "constant")
       return false;
     if (!builder.constant(builder.num_arguments() - 1)) return false;
     const auto pads = builder.argument(1).toIntVector();
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (pads.empty() || pads.size() % 2 != 0 || pads.size() / 2 > rank) return false;
+    const bool only_crops = std::ranges::all_of(pads, [](int64_t n) { return n <= 0; });
+    if (only_crops ? !row_major(x) : is_channels_last(*x.geometry)) return false;
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     builder.key(dtype_word(x) << 32 | rank << 16 | pads.size());
     for (size_t i = 0; i < pads.size(); i += 2) {
-      if (pads[i] < 0 || pads[i + 1] < 0) return false;
-      sizes[rank - 1 - i / 2] += pads[i] + pads[i + 1];
-      builder.key(static_cast<uint64_t>(pads[i]));
+      int64_t& size = sizes[rank - 1 - i / 2];
+      const int64_t kept = size + std::min<int64_t>(pads[i], 0) + std::min<int64_t>(pads[i + 1], 0);
+      if (kept < 0) return false;  // eager raises the error
+      size += pads[i] + pads[i + 1];
+      constexpr uint64_t kNoneAfter = 1ull << 63;
+      builder.key(follows_from_sizes(pads, i) ? kNoneAfter : static_cast<uint64_t>(pads[i]));
     }
     builder.result(sizes, x.dtype);
     return true;
@@ -186,54 +198,87 @@ class PadRule final : public Rule {
 
   void forward(Batch& batch) const override {
     batch.output(0).fill_(fill(batch.signature()));
+    const auto pads = batch.argument(1).toIntVector();
     GeometryTable geometries;
     Regions from, to;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      from.push_back(batch.operand_region(m, 0));
-      to.push_back(within(batch, m, geometries, batch.result_region(m, 0)));
+      const Overlap overlap = overlap_of(batch, m, pads);
+      from.push_back(overlap.within(batch.operand_region(m, 0), overlap.in_x, geometries));
+      to.push_back(overlap.within(batch.result_region(m, 0), overlap.in_result, geometries));
     }
     copy_regions(from, to);
   }
 
   void backward(BackwardBatch& batch) const override {
+    const auto pads = batch.argument(1).toIntVector();
     GeometryTable geometries;
     Regions from, to;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      if (!batch.wanted(batch.operand(m, 0))) continue;
-      from.push_back(within(batch, m, geometries, batch.grad_region(m, 0)));
-      to.push_back(batch.target_to_add(m, batch.operand(m, 0)));
+      const ValueId x = batch.operand(m, 0);
+      if (!batch.wanted(x)) continue;
+      const Overlap overlap = overlap_of(batch, m, pads);
+      from.push_back(overlap.within(batch.grad_region(m, 0), overlap.in_result, geometries));
+      // The gradient of a cropped x must be zero outside of the overlap.
+      to.push_back(overlap.is_all_of_x
+                       ? batch.target_to_add(m, x)
+                       : overlap.within(batch.target(m, x), overlap.in_x, geometries));
     }
     add_regions(from, to);
   }
 
   std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor> operands,
                             at::ArrayRef<Tensor> places) const override {
-    const Tensor& x = operands[0];
     auto pads = signature.arguments[1].toIntVector();
     for (size_t i = 0; i < pads.size(); i += 2) {
-      const int64_t d = x.dim() - 1 - static_cast<int64_t>(i / 2);
-      pads[i + 1] = places[0].size(d) - x.size(d) - pads[i];
+      const int64_t d = operands[0].dim() - 1 - static_cast<int64_t>(i / 2);
+      const int64_t total = places[0].size(d) - operands[0].size(d);
+      if (follows_from_sizes(pads, i)) pads[i] = total;
+      pads[i + 1] = total - pads[i];
     }
-    return {at::constant_pad_nd(x, pads, fill(signature))};
+    return {at::constant_pad_nd(operands[0], pads, fill(signature))};
   }
 
  private:
+  // The part of x that the result contains: its sizes, and where it begins in x and in the result.
+  struct Overlap {
+    at::DimVector sizes, in_x, in_result;
+    bool is_all_of_x = true;
+
+    Region within(const Region& whole, at::IntArrayRef begin, GeometryTable& geometries) const {
+      const auto& strides = whole.geometry->strides;
+      int64_t offset = whole.offset;
+      for (size_t d = 0; d < strides.size(); ++d) offset += begin[d] * strides[d];
+      return {whole.buffer, offset, geometries.intern(sizes, strides)};
+    }
+  };
+
+  static Overlap overlap_of(const BatchView& batch, int64_t m, at::IntArrayRef pads) {
+    const auto& x = batch.operand_value(m, 0).geometry->sizes;
+    const auto& result = batch.result_value(m, 0).geometry->sizes;
+    Overlap overlap;
+    overlap.sizes.assign(x.begin(), x.end());
+    overlap.in_x.assign(x.size(), 0);
+    overlap.in_result.assign(x.size(), 0);
+    for (size_t i = 0; i < pads.size(); i += 2) {
+      const size_t d = x.size() - 1 - i / 2;
+      const int64_t total = result[d] - x[d];
+      const int64_t before = follows_from_sizes(pads, i) ? total : pads[i];
+      overlap.sizes[d] += std::min<int64_t>(before, 0) + std::min<int64_t>(total - before, 0);
+      overlap.in_x[d] = std::max<int64_t>(-before, 0);
+      overlap.in_result[d] = std::max<int64_t>(before, 0);
+      overlap.is_all_of_x = overlap.is_all_of_x && overlap.sizes[d] == x[d];
+    }
+    return overlap;
+  }
+
+  // Whether the padding before x is computed from the sizes, because there is none after x.
+  static bool follows_from_sizes(at::IntArrayRef pads, size_t i) {
+    return pads[i] != 0 && pads[i + 1] == 0;
+  }
+
   static at::Scalar fill(const Signature& signature) {
     const c10::IValue& value = signature.arguments.back();
     return value.isNone() ? at::Scalar(0) : value.toScalar();
-  }
-
-  // Returns the region of x within `whole`, the result or its gradient.
-  static Region within(const BatchView& batch, int64_t m, GeometryTable& geometries,
-                       const Region& whole) {
-    const auto pads = batch.argument(1).toIntVector();
-    const auto& strides = whole.geometry->strides;
-    int64_t offset = whole.offset;
-    for (size_t i = 0; i < pads.size(); i += 2) {
-      offset += pads[i] * strides[strides.size() - 1 - i / 2];
-    }
-    return {whole.buffer, offset,
-            geometries.intern(batch.operand_value(m, 0).geometry->sizes, strides)};
   }
 };
 

@@ -1,5 +1,7 @@
 #include "autobatch/rules/decompositions.h"
 
+#include "autobatch/graph/pending_tensor.h"
+
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -115,6 +117,78 @@ Tensor bilinear(Arguments arguments) {
   const Tensor product = at::linear(y, weight.view({outputs * width, weight.size(2)}));
   const Tensor result = (product.unflatten(-1, {outputs, width}) * x.unsqueeze(-2)).sum(-1);
   return is_given(arguments[3]) ? result + arguments[3].toTensor() : result;
+}
+
+// matmul(x, y), where an operand has more dimensions than the rules take: x [.., n, d] and a vector
+// y [d], or a matrix x [m, d] and y [.., d, n].
+bool covers_matmul(Arguments arguments) {
+  if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  if (x.scalar_type() != y.scalar_type() || !c10::isFloatingType(x.scalar_type())) return false;
+  if (x.numel() == 0 || y.numel() == 0) return false;
+  if (y.dim() == 1) return x.dim() > 2 && x.size(-1) == y.size(0);
+  return x.dim() == 2 && y.dim() > 2 && x.size(1) == y.size(-2);
+}
+
+Tensor product(Arguments arguments) {
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  if (y.dim() > 1) return at::linear(y.mT(), x).mT().clone(at::MemoryFormat::Contiguous);
+  at::DimVector sizes(x.sizes());
+  sizes.pop_back();
+  return at::mv(x.reshape({-1, x.size(-1)}), y).view(sizes);
+}
+
+// --- ops with a tensor without dimensions ---
+
+// add(x, y, ..) etc., where y has no dimensions and another dtype than x: y does not decide the
+// dtype of the result.
+bool covers_number_operand(Arguments arguments) {
+  if (!is_strided(arguments[0]) || !is_strided(arguments[1], 0)) return false;
+  const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
+  const auto dtype = x.scalar_type();
+  return x.dim() > 0 && (dtype == at::kFloat || dtype == at::kDouble) && y.scalar_type() != dtype &&
+         c10::isFloatingType(y.scalar_type()) && y.device() == x.device() &&
+         !y.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+template <const char* name>
+Tensor with_number_operand(Arguments arguments) {
+  torch::jit::Stack stack(arguments.begin(), arguments.end());
+  stack[1] = arguments[1].toTensor().to(arguments[0].toTensor().scalar_type());
+  find_op(name, "Tensor").handle.callBoxed(stack);
+  return stack[0].toTensor();
+}
+
+constexpr char kAdd[] = "aten::add", kSub[] = "aten::sub", kMul[] = "aten::mul",
+               kDiv[] = "aten::div";
+
+// --- norms ---
+
+// layer_norm(x, sizes, weight, bias, eps, ..) with a weight that was computed in the block
+bool covers_layer_norm(Arguments arguments) {
+  if (!is_strided(arguments[0]) || !is_strided(arguments[2])) return false;
+  const Tensor &x = arguments[0].toTensor(), &weight = arguments[2].toTensor();
+  return x.numel() > 0 && as_pending(weight) != nullptr && have_exact_dtype(x, weight, x) &&
+         (!is_given(arguments[3]) || have_exact_dtype(x, arguments[3].toTensor(), x)) &&
+         x.is_contiguous();
+}
+
+Tensor layer_norm(Arguments arguments) {
+  const Tensor normalized = at::layer_norm(arguments[0].toTensor(), arguments[1].toIntVector(), {},
+                                           {}, arguments[4].toDouble());
+  const Tensor scaled = normalized * arguments[2].toTensor();
+  return is_given(arguments[3]) ? scaled + arguments[3].toTensor() : scaled;
+}
+
+// linalg_norm(x, ord, dim, keepdim, dtype) over one dimension, with the default norm
+bool covers_linalg_norm(Arguments arguments) {
+  return is_strided(arguments[0]) && arguments[1].isNone() && arguments[2].isIntList() &&
+         arguments[2].toIntVector().size() == 1;
+}
+
+Tensor linalg_norm(Arguments arguments) {
+  return at::linalg_vector_norm(arguments[0].toTensor(), 2, arguments[2].toIntVector(),
+                                arguments[3].toBool(), arguments[4].toOptional<at::ScalarType>());
 }
 
 // --- distances ---
@@ -272,6 +346,51 @@ Tensor pool(Arguments arguments) {
   return dims == 2 ? result.unsqueeze(-1) : result;
 }
 
+// --- gated linear units ---
+
+// glu(x, dim). In half precision, eager does not round the sigmoid.
+bool covers_glu(Arguments arguments) {
+  if (!is_strided(arguments[0])) return false;
+  const Tensor& x = arguments[0].toTensor();
+  const int64_t dim = arguments[1].toInt();
+  const auto dtype = x.scalar_type();
+  return (dtype == at::kFloat || dtype == at::kDouble) && dim >= -x.dim() && dim < x.dim() &&
+         x.size(dim) % 2 == 0;
+}
+
+Tensor glu(Arguments arguments) {
+  const auto halves = arguments[0].toTensor().chunk(2, arguments[1].toInt());
+  return halves[0] * halves[1].sigmoid();
+}
+
+// --- losses of sequences and images ---
+
+// cross_entropy_loss(x, target, weight?, ..) and nll_loss_nd(x, target, weight?, ..), where x is
+// [N, C, ..] and the target [N, ..] contains labels.
+bool covers_class_loss(Arguments arguments) {
+  if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
+  const Tensor &x = arguments[0].toTensor(), &target = arguments[1].toTensor();
+  if (x.dim() < 3 || x.numel() == 0 || !c10::isFloatingType(x.scalar_type())) return false;
+  at::DimVector sizes(x.sizes());
+  sizes.erase(sizes.begin() + 1);
+  return target.scalar_type() == at::kLong && target.sizes() == sizes;
+}
+
+// Rows of classes have the same losses, and the same mean.
+template <const char* name>
+Tensor class_loss(Arguments arguments) {
+  const Tensor &x = arguments[0].toTensor(), &target = arguments[1].toTensor();
+  torch::jit::Stack stack(arguments.begin(), arguments.end());
+  stack[0] = x.movedim(1, -1).reshape({-1, x.size(1)});
+  stack[1] = target.reshape({-1});
+  find_op(name, "").handle.callBoxed(stack);
+  const Tensor loss = stack[0].toTensor();
+  return loss.dim() == 0 ? loss : loss.view(target.sizes());
+}
+
+constexpr char kCrossEntropy[] = "aten::cross_entropy_loss";
+constexpr char kNegativeLogLikelihood[] = "aten::nll_loss_nd";
+
 // --- traces ---
 
 bool covers_trace(Arguments arguments) {
@@ -280,32 +399,44 @@ bool covers_trace(Arguments arguments) {
 Tensor trace(Arguments arguments) { return arguments[0].toTensor().diagonal().sum(); }
 
 constexpr DecompositionEntry kEntries[] = {
-    {"aten::repeat", {covers_repeat, repeat}},
-    {"aten::addmm", {covers_sum_with_product<2>, addmm}},
-    {"aten::_sparse_addmm", {covers_sum_with_product<2>, addmm}},
-    {"aten::baddbmm", {covers_sum_with_product<3>, baddbmm}},
-    {"aten::bilinear", {covers_bilinear, bilinear}},
-    {"aten::dist", {covers_elementwise_pair, distance}},
-    {"aten::cosine_similarity", {covers_cosine, cosine}},
-    {"aten::cdist", {covers_pairs, distances_of_pairs}},
-    {"aten::max_pool1d", {covers_max_pool<1>, pool<1, true>}},
-    {"aten::max_pool2d", {covers_max_pool<2>, pool<2, true>}},
-    {"aten::avg_pool1d", {covers_average_pool<1>, pool<1, false>}},
-    {"aten::avg_pool2d", {covers_average_pool<2>, pool<2, false>}},
-    {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, pool<1, false>}},
-    {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, pool<2, false>}},
-    {"aten::trace", {covers_trace, trace}},
+    {"aten::repeat", {covers_repeat, one<repeat>}},
+    {"aten::addmm", {covers_sum_with_product<2>, one<addmm>}},
+    {"aten::_sparse_addmm", {covers_sum_with_product<2>, one<addmm>}},
+    {"aten::baddbmm", {covers_sum_with_product<3>, one<baddbmm>}},
+    {"aten::bilinear", {covers_bilinear, one<bilinear>}},
+    {"aten::matmul", {covers_matmul, one<product>}},
+    {"aten::add.Tensor", {covers_number_operand, one<with_number_operand<kAdd>>}},
+    {"aten::sub.Tensor", {covers_number_operand, one<with_number_operand<kSub>>}},
+    {"aten::mul.Tensor", {covers_number_operand, one<with_number_operand<kMul>>}},
+    {"aten::div.Tensor", {covers_number_operand, one<with_number_operand<kDiv>>}},
+    {"aten::layer_norm", {covers_layer_norm, one<layer_norm>}},
+    {"aten::linalg_norm", {covers_linalg_norm, one<linalg_norm>}},
+    {"aten::dist", {covers_elementwise_pair, one<distance>}},
+    {"aten::cosine_similarity", {covers_cosine, one<cosine>}},
+    {"aten::cdist", {covers_pairs, one<distances_of_pairs>}},
+    {"aten::max_pool1d", {covers_max_pool<1>, one<pool<1, true>>}},
+    {"aten::max_pool2d", {covers_max_pool<2>, one<pool<2, true>>}},
+    {"aten::avg_pool1d", {covers_average_pool<1>, one<pool<1, false>>}},
+    {"aten::avg_pool2d", {covers_average_pool<2>, one<pool<2, false>>}},
+    {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, one<pool<1, false>>}},
+    {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, one<pool<2, false>>}},
+    {"aten::glu", {covers_glu, one<glu>}},
+    {kCrossEntropy, {covers_class_loss, one<class_loss<kCrossEntropy>>}},
+    {kNegativeLogLikelihood, {covers_class_loss, one<class_loss<kNegativeLogLikelihood>>}},
+    {"aten::trace", {covers_trace, one<trace>}},
 };
 
 }  // namespace
 
-const Decomposition* find_decomposition(std::string_view op) {
-  for (const DecompositionTable table : {DecompositionTable(kEntries), sparse_decompositions()}) {
+std::vector<const Decomposition*> find_decompositions(std::string_view op) {
+  std::vector<const Decomposition*> found;
+  for (const DecompositionTable table : {DecompositionTable(kEntries), sparse_decompositions(),
+                                         layout_decompositions(), rearranging_decompositions()}) {
     for (const DecompositionEntry& entry : table) {
-      if (entry.op == op) return &entry.decomposition;
+      if (entry.op == op) found.push_back(&entry.decomposition);
     }
   }
-  return nullptr;
+  return found;
 }
 
 }  // namespace autobatch

@@ -9,21 +9,28 @@
 #include <ATen/core/ivalue.h>
 
 #include <string_view>
+#include <vector>
 
 namespace autobatch {
 
 // Used if no native rule covers a call of the op, in place of the generic rules.
 struct Decomposition {
   using Arguments = at::ArrayRef<c10::IValue>;
+  using Results = std::vector<at::Tensor>;
   // Whether `run` computes this call. Returns false for arguments that eager may reject, so that
   // eager raises its own error.
   bool (*covers)(Arguments arguments);
-  // Computes the result by calls of ops, which are captured.
-  at::Tensor (*run)(Arguments arguments);
+  // Computes the results by calls of ops, which are captured.
+  Results (*run)(Arguments arguments);
 };
 
-inline bool has_decomposition(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
-  return op.decomposition != nullptr && op.decomposition->covers(arguments);
+// Returns the op's first decomposition that covers the arguments, or null.
+inline const Decomposition* decomposition_of(const OpInfo& op,
+                                             at::ArrayRef<c10::IValue> arguments) {
+  for (const Decomposition* decomposition : op.decompositions) {
+    if (decomposition->covers(arguments)) return decomposition;
+  }
+  return nullptr;
 }
 
 // The tables, one per family of ops.
@@ -32,7 +39,15 @@ struct DecompositionEntry {
   Decomposition decomposition;
 };
 using DecompositionTable = at::ArrayRef<DecompositionEntry>;
-DecompositionTable sparse_decompositions();
+DecompositionTable sparse_decompositions();       // sparse_products.cpp
+DecompositionTable layout_decompositions();       // other_layouts.cpp
+DecompositionTable rearranging_decompositions();  // rearranging.cpp
+
+// For a table entry: makes a function that returns one tensor a Decomposition::run.
+template <at::Tensor (*compute)(Decomposition::Arguments)>
+Decomposition::Results one(Decomposition::Arguments arguments) {
+  return {compute(arguments)};
+}
 
 // --- helpers ---
 

@@ -112,9 +112,12 @@ class TaggedRule final : public RowsCall {
   // Whether type promotion would give the operands of this call different priorities. A tensor
   // without dimensions has lower priority in the choice of the result's dtype.
   static bool promotes(const NodeBuilder& builder, const std::vector<int64_t>& sizes) {
-    const c10::ScalarType first = builder.operand_value(0).dtype;
+    // The condition of `where` takes no part in the choice.
+    const size_t start = builder.op().name == "aten::where.self" ? 1 : 0;
+    if (builder.operands().size() <= start) return false;
+    const c10::ScalarType first = builder.operand_value(start).dtype;
     bool scalar = false, mixed = false;
-    for (size_t s = 0; s < builder.operands().size(); ++s) {
+    for (size_t s = start; s < builder.operands().size(); ++s) {
       scalar = scalar || builder.operand_value(s).geometry->sizes.empty();
       mixed = mixed || builder.operand_value(s).dtype != first;
     }

@@ -84,7 +84,7 @@ class PoolRule final : public Rule {
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (rank != entry_.dims + 1 && rank != entry_.dims + 2) return false;
     // A reduction computes pooling with one window that covers the instance.
-    if (has_decomposition(builder.op(), builder.arguments())) return false;
+    if (decomposition_of(builder.op(), builder.arguments()) != nullptr) return false;
     if (!is_float(x) || !row_major(x) || x.geometry->numel == 0) return false;
     Window window;
     const auto argument = [&](size_t i) -> const c10::IValue& { return builder.argument(i); };

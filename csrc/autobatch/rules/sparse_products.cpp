@@ -68,9 +68,9 @@ Tensor multiply(Arguments arguments) {
 }
 
 constexpr DecompositionEntry kEntries[] = {
-    {"aten::mm", {covers, multiply}},         {"aten::mv", {covers, multiply}},
-    {"aten::matmul", {covers, multiply}},     {"aten::smm", {covers, multiply}},
-    {"aten::_sparse_mm", {covers, multiply}},
+    {"aten::mm", {covers, one<multiply>}},         {"aten::mv", {covers, one<multiply>}},
+    {"aten::matmul", {covers, one<multiply>}},     {"aten::smm", {covers, one<multiply>}},
+    {"aten::_sparse_mm", {covers, one<multiply>}},
 };
 
 // --- the rule ---

@@ -1,4 +1,5 @@
 // Ops that work on trailing dimensions only, for instances with any number of rows.
+#include "autobatch/rules/decompositions.h"
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>
@@ -80,6 +81,10 @@ class TailRule final : public RowsCall {
     const int64_t rank = x.dim();
     const int64_t leading = rank - tail_of(builder.argument(entry_.argument), rank);
     if (leading <= 0 || leading >= rank) return false;
+    // A decomposition does not need equal sizes behind the dimension.
+    if (leading + 1 < rank && decomposition_of(builder.op(), builder.arguments()) != nullptr) {
+      return false;
+    }
     for (size_t i = 0; i < builder.num_arguments(); ++i) {
       if (!capture_argument(builder, i, x, leading)) return false;
     }

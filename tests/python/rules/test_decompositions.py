@@ -55,6 +55,29 @@ CASES: dict[str, Case] = {
         parameters=[(1, W, 3)],
         empty=False,
     ),
+    "matrix_vector": Case(
+        lambda v, x: x.tanh() @ v, lambda n: rand(1, n, 2, W), parameters=[(W,)], empty=False
+    ),
+    "matrix_times_sequence": Case(
+        lambda w, x: w @ x.tanh(),
+        lambda n: rand(2, W, n + 1),
+        parameters=[(3, W)],
+        empty=False,
+    ),
+    "matrix_times_transposed": Case(
+        lambda w, x: w @ x.tanh().transpose(1, 2),
+        lambda n: rand(1, n + 1, W),
+        parameters=[(3, W)],
+        empty=False,
+    ),
+    "number_of_other_dtype": Case(lambda x: x.tanh() - x.float().amax(), empty=False),
+    "where_number": Case(lambda x: torch.where(x > 0, x.tanh(), torch.tensor(-1e9).double())),
+    "layer_norm_of_computed_weight": Case(
+        lambda w, b, x: F.layer_norm(x.tanh(), (W,), 1 + w, b),
+        parameters=[(W,), (W,)],
+        empty=False,
+    ),
+    "linalg_norm": Case(lambda x: torch.linalg.norm(x.tanh(), dim=-1)),
     "trace": Case(lambda x: x.tanh().trace(), lambda n: rand(n, n), empty=False),
     "kron": Case(
         lambda x, y: torch.kron(x.tanh(), y),

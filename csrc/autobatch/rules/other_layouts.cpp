@@ -1,0 +1,195 @@
+// Ops on tensors that are not row-major, such as transposed sequences. The native rules of these
+// ops take row-major tensors only. Eager's results are row-major for any layout of the operand. A
+// transposed tensor is a view of a row-major tensor with its dimensions in another order, so a
+// reduction or scan runs on the tensor in this order. (Of tensors that no order makes row-major,
+// such as windows, a copy would cost more than a batch for each size.) Other ops run on a copy.
+#include "autobatch/rules/decompositions.h"
+
+#include <ATen/ATen.h>
+#include <ATen/WrapDimUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using Arguments = Decomposition::Arguments;
+using Results = Decomposition::Results;
+using Dims = at::DimVector;
+
+// An op, with the positions of its arguments. Argument 0 is the tensor.
+struct LayoutOp {
+  std::string_view op;
+  size_t dims = 0;  // an int or a list of ints; 0: runs on a copy
+  size_t keep = 0;  // `keepdim`; 0: the op keeps all dimensions and their sizes
+};
+
+constexpr LayoutOp kOps[] = {
+    {"aten::sum.dim_IntList", 1, 2},
+    {"aten::mean.dim", 1, 2},
+    {"aten::amax", 1, 2},
+    {"aten::amin", 1, 2},
+    {"aten::max.dim", 1, 2},
+    {"aten::min.dim", 1, 2},
+    {"aten::argmax", 1, 2},
+    {"aten::argmin", 1, 2},
+    {"aten::prod.dim_int", 1, 2},
+    {"aten::logsumexp", 1, 2},
+    {"aten::std.correction", 1, 3},
+    {"aten::var.correction", 1, 3},
+    {"aten::std.dim", 1, 3},
+    {"aten::var.dim", 1, 3},
+    {"aten::linalg_vector_norm", 2, 3},
+    {"aten::cumsum", 1},
+    {"aten::softmax.int", 1},
+    {"aten::log_softmax.int", 1},
+    {"aten::linear"},
+    {"aten::layer_norm"},
+    {"aten::batch_norm"},
+    {"aten::instance_norm"},
+    {"aten::group_norm"},
+};
+
+// Returns the dimensions from the largest stride to the smallest one.
+Dims memory_order(const Tensor& x) {
+  Dims order(static_cast<size_t>(x.dim()));
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, std::greater<>(), [&](int64_t d) { return x.stride(d); });
+  return order;
+}
+
+// Whether the dimensions `order` of x are laid out in row-major order. Gaps are allowed.
+bool is_row_major(const Tensor& x, const Dims& order) {
+  int64_t extent = 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    const int64_t d = order[i];
+    if (x.size(d) == 1) continue;
+    if (x.stride(d) < extent) return false;
+    extent = x.stride(d) * x.size(d);
+  }
+  return true;
+}
+
+bool is_row_major(const Tensor& x) {
+  Dims order(static_cast<size_t>(x.dim()));
+  std::iota(order.begin(), order.end(), 0);
+  return is_row_major(x, order);
+}
+
+bool is_valid_dim(int64_t dim, int64_t rank) { return dim >= -rank && dim < rank; }
+
+// Returns the dimensions that a call names, wrapped and sorted. Empty if a dimension is missing,
+// out of range or named twice.
+Dims dims_of(const c10::IValue& argument, int64_t rank) {
+  Dims dims;
+  if (argument.isInt()) dims.push_back(argument.toInt());
+  if (argument.isIntList()) dims = Dims(argument.toDimVector());
+  if (!std::ranges::all_of(dims, [&](int64_t d) { return is_valid_dim(d, rank); })) return {};
+  for (int64_t& d : dims) d = at::maybe_wrap_dim(d, rank);
+  std::ranges::sort(dims);
+  return std::ranges::adjacent_find(dims) == dims.end() ? dims : Dims();
+}
+
+bool covers(const LayoutOp& entry, Arguments arguments) {
+  if (!is_strided(arguments[0])) return false;
+  const Tensor& x = arguments[0].toTensor();
+  if (x.numel() == 0 || is_row_major(x) || x.is_conj() || x.is_neg()) return false;
+  if (entry.dims == 0) return x.suggest_memory_format() == at::MemoryFormat::Contiguous;
+  return is_row_major(x, memory_order(x)) && !dims_of(arguments[entry.dims], x.dim()).empty();
+}
+
+// Returns the positions of `dims` in `order`.
+Dims positions_in(const Dims& order, const Dims& dims) {
+  Dims positions;
+  for (int64_t d : dims) positions.push_back(std::ranges::find(order, d) - order.begin());
+  return positions;
+}
+
+// Returns the result with its dimensions in ascending order, where `dims` names the dimensions that
+// it has now. Eager's results are row-major.
+Tensor sorted(const Tensor& result, const Dims& dims) {
+  if (std::ranges::is_sorted(dims)) return result;
+  Dims ascending = dims;
+  std::ranges::sort(ascending);
+  return result.permute(positions_in(dims, ascending)).clone(at::MemoryFormat::Contiguous);
+}
+
+c10::OperatorHandle handle_of(std::string_view op) {
+  const size_t dot = std::min(op.find('.'), op.size());
+  const std::string overload(op.substr(std::min(dot + 1, op.size())));
+  return *c10::Dispatcher::singleton().findOp({std::string(op.substr(0, dot)), overload});
+}
+
+// Calls the op with these arguments, and returns its results.
+Results call(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
+  op.callBoxed(arguments);
+  Results results;
+  for (const c10::IValue& value : arguments) results.push_back(value.toTensor());
+  return results;
+}
+
+// Runs the op on x with its dimensions in `order`. All results have the same dimensions.
+Results run_in(const LayoutOp& entry, const c10::OperatorHandle& op, const Dims& order,
+               Arguments arguments) {
+  const Tensor& x = arguments[0].toTensor();
+  const Dims dims = dims_of(arguments[entry.dims], x.dim());
+  const bool keeps = entry.keep != 0 && arguments[entry.keep].toBool();
+  torch::jit::Stack stack(arguments.begin(), arguments.end());
+  stack[0] = x.permute(order);
+  const Dims positions = positions_in(order, dims);
+  stack[entry.dims] = arguments[entry.dims].isInt() ? c10::IValue(positions[0])
+                                                    : c10::IValue(at::IntArrayRef(positions));
+  if (entry.keep != 0) stack[entry.keep] = false;
+
+  Dims left = order;
+  if (entry.keep != 0) {
+    left.erase(
+        std::ranges::remove_if(left, [&](int64_t d) { return std::ranges::count(dims, d) > 0; })
+            .begin(),
+        left.end());
+  }
+  Results results = call(op, std::move(stack));
+  for (Tensor& result : results) {
+    result = sorted(result, left);
+    if (!keeps) continue;
+    for (int64_t d : dims) result = result.unsqueeze(d);
+  }
+  return results;
+}
+
+Results run(const LayoutOp& entry, const c10::OperatorHandle& op, Arguments arguments) {
+  const Tensor& x = arguments[0].toTensor();
+  if (entry.dims != 0) return run_in(entry, op, memory_order(x), arguments);
+  torch::jit::Stack stack(arguments.begin(), arguments.end());
+  stack[0] = x.clone(at::MemoryFormat::Contiguous);
+  return call(op, std::move(stack));
+}
+
+template <size_t i>
+Results run_entry(Arguments arguments) {
+  static const c10::OperatorHandle op = handle_of(kOps[i].op);
+  return run(kOps[i], op, arguments);
+}
+
+template <size_t i>
+bool covers_entry(Arguments arguments) {
+  return covers(kOps[i], arguments);
+}
+
+template <size_t... i>
+auto entries(std::index_sequence<i...>) {
+  return std::array{DecompositionEntry{kOps[i].op, {covers_entry<i>, run_entry<i>}}...};
+}
+
+}  // namespace
+
+DecompositionTable layout_decompositions() {
+  static const auto table = entries(std::make_index_sequence<std::size(kOps)>());
+  return table;
+}
+
+}  // namespace autobatch
