@@ -313,7 +313,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   memory.written = static_cast<ValueId>(graph.tape().values.size());
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
-    if (alias.kind >= ViewKind::kDetached) return;
+    if (alias.kind >= ViewKind::kDetached) return;  // shares no history
     auto held = alias.tensor->hold();
     if (held == nullptr) return;  // another thread is dropping its last reference
     const at::Tensor tensor(std::move(held));

@@ -1,24 +1,37 @@
 #include "autobatch/capture/out_variants.h"
 
 #include "autobatch/capture/record_call.h"
-#include "autobatch/graph/graph.h"
-
-#include <algorithm>
+#include "autobatch/graph/pending_tensor.h"
 
 namespace autobatch {
+namespace {
+
+// Whether the op may read `tensor` and write `out` as eager does it. If they share memory, only
+// elementwise ops on the same elements read everything that they need before they write.
+bool may_write(const OpInfo& op, const at::Tensor& tensor, const at::Tensor& out) {
+  if (tensor.is_same(out)) return op.handle.hasTag(at::Tag::pointwise);
+  const PendingTensor *read = as_pending(tensor), *written = as_pending(out);
+  if (read == nullptr && written == nullptr) return !tensor.is_alias_of(out);
+  if (read == nullptr || written == nullptr || read->graph() != written->graph()) return true;
+  const Graph& graph = *read->graph();
+  return graph.value(read->value()).base != graph.value(written->value()).base;
+}
+
+}  // namespace
 
 bool run_out_variant(const OpInfo& op, torch::jit::Stack& stack) {
   if (op.write != WriteKind::kOut) return false;
   const at::ArrayRef<c10::IValue> arguments = torch::jit::last(stack, op.num_arguments);
   if (!arguments.back().isTensor() || !arguments.back().toTensor().defined()) return false;
   const at::Tensor out = arguments.back().toTensor();
-  bool requires_grad = false;
-  for (const c10::IValue& argument : arguments) {
+  bool requires_grad = out.requires_grad(), is_plain = true;
+  for (const c10::IValue& argument : arguments.slice(0, arguments.size() - 1)) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
       requires_grad = requires_grad || tensor.requires_grad();
+      is_plain = is_plain && may_write(op, tensor, out);
     });
   }
-  if (requires_grad && grad_mode()) return false;
+  if (!is_plain || (requires_grad && grad_mode())) return false;
 
   torch::jit::Stack call(arguments.begin(), arguments.end() - 1);
   op.functional->callBoxed(call);

@@ -5,6 +5,7 @@
 #include "autobatch/debug/verify.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
+#include "autobatch/graph/view_roots.h"
 #include "autobatch/scope/scope.h"
 
 #include <torch/csrc/autograd/variable.h>
@@ -134,6 +135,8 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
+  // Eager's result is no view. The graph cannot represent that it has no history.
+  if (of_gradient && !grad_mode && op.unsafe_split) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {
     // The offset is relative to the current base, which a split of the graph may have changed.
@@ -249,6 +252,15 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   return true;
 }
 
+// Whether the base of the views of this value requires grad. Then a view made under no_grad() is a
+// leaf that requires grad, too.
+bool base_requires_grad(const Graph& graph, ValueId id) {
+  const Value& root = graph.value(root_of(graph.tape(), id));
+  if (!root.is_graph_input()) return graph.requires_grad_now(root.base);
+  const at::Tensor& tensor = graph.tape().graph_inputs[root.index].tensor;
+  return tensor.is_view() ? tensor._base().requires_grad() : tensor.requires_grad();
+}
+
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<CachedCall::View> views, bool list, Recorded& recorded) {
   const PendingTensor* pending = as_pending(self);
@@ -257,8 +269,8 @@ bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
   c10::SmallVector<ValueId, 8> ids;
   const bool of_gradient = self.requires_grad();
   if (!add_views(scope, op, parent, of_gradient, views, list, grad_mode(), ids)) return false;
-  // A view made under no_grad() of a tensor that requires grad is a leaf that requires grad, too.
-  const bool are_leaves = of_gradient && !grad_mode() && !op.cuts_gradient;
+  const bool are_leaves =
+      of_gradient && !grad_mode() && !op.cuts_gradient && base_requires_grad(scope.graph(), parent);
   for (const ValueId id : ids) {
     recorded.tensors.push_back(make_pending(scope.graph(), id));
     if (!are_leaves) continue;

@@ -3,6 +3,7 @@
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/device_traits.h"
+#include "autobatch/graph/view_roots.h"
 #include "autobatch/kernels/region_kinds.h"
 
 #include <ATen/ops/empty.h>
@@ -105,6 +106,14 @@ void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) 
   impl->set_autograd_meta(std::move(meta));
 }
 
+// Returns a tensor with the memory of `view` that requires grad: the base of a view made under
+// no_grad() whose own base the user has dropped.
+at::Tensor leaf_base_of(const at::Tensor& view) {
+  at::Tensor base = at::Tensor(view.unsafeGetTensorImpl()->shallow_copy_and_detach(
+      view.unsafeGetTensorImpl()->version_counter(), /*allow_tensor_metadata_change=*/true));
+  return base.set_requires_grad(true);
+}
+
 bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, ValueId id) {
   const Value& value = record.tape.values[id];
   return value.is_graph_input() || ran[value.node];
@@ -114,25 +123,6 @@ bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, Va
 // on a captured factory) has none.
 bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
-}
-
-// Whether the value was made by `unsafe_split` or a similar op, whose results are not views to
-// autograd.
-bool is_unsafe_view(const Value& value) {
-  return value.call != 0 && value.kind == ViewKind::kPlain;
-}
-
-// Returns the value whose tensor is the base of the view `id` in eager. The base is the owner of
-// the memory, or the detached tensor that `id` is a view of. Returns `id` itself if it is not a
-// view.
-ValueId root_of(const Tape& tape, ValueId id) {
-  for (;;) {
-    const Value& value = tape.values[id];
-    if (value.parent == kNone || is_unsafe_view(value)) return id;
-    const bool detached = value.kind >= ViewKind::kDetached;
-    if (detached && tape.values[value.parent].kind < ViewKind::kDetached) return id;
-    id = value.parent;
-  }
 }
 
 // The base tensors (roots) with which views share their history, by value. If the user does not
@@ -237,12 +227,11 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
       tensor->set_version_counter(data_counters.try_emplace(root, 0u).first->second);
       note_alias(handle);
     }
-    // A view made under no_grad() requires grad because its base does.
-    const bool follows_base =
-        value.kind == ViewKind::kNoGrad && record.tape.values[value.base].requires_grad;
-    const bool leaf = handle.requires_grad() && !recorded && !follows_base;
-    if (!leaf && !handle.is_inference()) {
-      const at::Tensor root = roots.find(id, own, edges);
+    const bool is_leaf = handle.requires_grad() && !recorded;
+    // A leaf is a view only if it was made under no_grad(). It then requires grad as its base does.
+    if (!handle.is_inference() && (!is_leaf || value.kind == ViewKind::kNoGrad)) {
+      at::Tensor root = roots.find(id, own, edges);
+      if (is_leaf && !(root.defined() && root.requires_grad())) root = leaf_base_of(handle);
       if (root.defined()) link_view(handle, root, value.kind);
     }
     if (!recorded) continue;

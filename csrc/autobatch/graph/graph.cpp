@@ -331,6 +331,14 @@ bool Graph::is_fresh(ValueId id) const {
   return true;
 }
 
+bool Graph::requires_grad_now(ValueId id) const {
+  const Value& value = tape_.values[id];
+  if (memories_.empty() || raw_) return value.requires_grad;
+  const auto found = memories_.find(value.base);
+  const bool as_memory = found != memories_.end() && found->second.has_history(id, value);
+  return as_memory ? found->second.requires_grad : value.requires_grad;
+}
+
 ValueId Graph::current(ValueId id) {
   if (memories_.empty() || raw_) return id;
   const Value value = tape_.values[id];
@@ -339,7 +347,7 @@ ValueId Graph::current(ValueId id) {
   for (const Write& write : memory->writes) {
     if (write.geometry != value.geometry || write.offset != value.offset) continue;
     const Value source = tape_.values[write.source];
-    const bool cut = source.requires_grad && value.kind >= ViewKind::kDetached;
+    const bool cut = source.requires_grad && !memory->has_history(id, value);
     return cut ? add_view(write.source, source.geometry, source.offset, false, value.kind)
                : write.source;
   }
@@ -355,7 +363,7 @@ ValueId Graph::view_of_content(Memory& memory, ValueId id) {
   // of a later view passes through its parent.
   const ValueId parent =
       id < memory.written ? memory.content : view_of_content(memory, value.parent);
-  const bool requires_grad = memory.requires_grad && value.kind < ViewKind::kDetached;
+  const bool requires_grad = memory.requires_grad && memory.has_history(id, value);
   const ValueId view = add_view(parent, value.geometry, value.offset, requires_grad, value.kind);
   memory.views.emplace(id, view);
   return view;

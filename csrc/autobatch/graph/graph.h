@@ -180,6 +180,11 @@ struct Memory {
   ValueId written = 0;   // values from this id on were added after the last write
   uint32_t version = 0;  // number of writes
   bool requires_grad = false;
+
+  // Detached values, and views made under no_grad() after the last write, have no history.
+  bool has_history(ValueId id, const Value& value) const {
+    return value.kind < ViewKind::kNoGrad || (value.kind == ViewKind::kNoGrad && id < written);
+  }
 };
 
 // The arenas of a graph. After a flush the arenas move into the record that backward reads.
@@ -335,12 +340,7 @@ class Graph {
     return !memories_.empty() && memories_.count(tape_.values[id].base) != 0;
   }
   // Whether a read of `id` now gives a value that requires grad.
-  bool requires_grad_now(ValueId id) const {
-    const Value& value = tape_.values[id];
-    if (memories_.empty() || raw_ || value.kind >= ViewKind::kDetached) return value.requires_grad;
-    const auto found = memories_.find(value.base);
-    return found == memories_.end() ? value.requires_grad : found->second.requires_grad;
-  }
+  bool requires_grad_now(ValueId id) const;
   // While a guard exists, each pending tensor stands for its own value, and writes are ignored.
   class RawGuard {
    public:

@@ -109,3 +109,44 @@ def test_detached_tensors_of_written_memory(name: str) -> None:
             for loss, _, product in (ours, eager)
         ]
         torch.testing.assert_close(*gradients)
+
+
+BASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a result": lambda x: LINEAR(x),
+    "a view of a result": lambda x: LINEAR(x)[1:],
+    "a parameter": lambda x: LINEAR.weight + 0 if x is None else LINEAR.weight,
+    "a written result": lambda x: (LINEAR(x) + 1).relu_(),
+    "a leaf that is a view": lambda x: x.view(-1, 4).requires_grad_(),
+    "a detached result": lambda x: LINEAR(x).detach(),
+}
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("view", ["select", "unbind", "unsafe_split", "reshape"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_flags_are_eagers(base: str, mode: type, view: str, is_kept: bool) -> None:
+    if view == "unsafe_split" and mode is torch.inference_mode:
+        pytest.skip("eager raises an error when the result is used")
+
+    views = {
+        "select": lambda y: y.select(0, 0),
+        "unbind": lambda y: y.unbind(0)[1],
+        "unsafe_split": lambda y: y.unsafe_split(1)[0],
+        "reshape": lambda y: y.reshape(-1),
+    }
+
+    def flags(enabled: bool) -> list[bool | None]:
+        with ab.batch(enabled=enabled, adaptive=False):
+            y = BASES[base](instances()[0])
+            with mode():
+                found = views[view](y)
+            inside = [found.requires_grad, found.is_leaf]
+            if not is_kept:
+                del y
+        found_after = [found.requires_grad, found.is_leaf, found.grad_fn is None]
+        if found.requires_grad:
+            (found * 2).sum().backward()
+        return inside + found_after + [found.grad is None]
+
+    assert flags(True) == flags(False)

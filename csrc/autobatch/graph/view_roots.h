@@ -1,0 +1,27 @@
+// Which tensor eager's autograd takes for the base of a view.
+#pragma once
+
+#include "autobatch/graph/graph.h"
+
+namespace autobatch {
+
+// Whether the value was made by `unsafe_split` or a similar op, whose results are not views to
+// autograd.
+inline bool is_unsafe_view(const Value& value) {
+  return value.call != 0 && value.kind == ViewKind::kPlain;
+}
+
+// Returns the value whose tensor is the base of the view `id` in eager. The base is the owner of
+// the memory, or the detached tensor that `id` is a view of. Returns `id` itself if it is not a
+// view.
+inline ValueId root_of(const Tape& tape, ValueId id) {
+  for (;;) {
+    const Value& value = tape.values[id];
+    if (value.parent == kNone || is_unsafe_view(value)) return id;
+    const bool detached = value.kind >= ViewKind::kDetached;
+    if (detached && tape.values[value.parent].kind < ViewKind::kDetached) return id;
+    id = value.parent;
+  }
+}
+
+}  // namespace autobatch
