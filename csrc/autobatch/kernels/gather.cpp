@@ -4,6 +4,7 @@
 #include "autobatch/common/prefetch.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/gather_device.h"
+#include "autobatch/kernels/strided_copy.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
@@ -88,6 +89,7 @@ void copy_region(const Region& region, char* out, int64_t item) {
     return;
   }
   const Runs runs = runs_of(g);
+  if (runs.length == 1) return copy_strided(from, g, out, item);
   for_each_run(runs, [&](int64_t offset) {
     std::memcpy(out, from + offset * item, static_cast<size_t>(runs.length * item));
     out += runs.length * item;
