@@ -112,6 +112,28 @@ def _reaches_others(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> 
     return False
 
 
+def _checked_output(output: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
+    """Returns the scalar and the auxiliary output, or raises eager's error."""
+    aux = None
+    if has_aux:
+        if not (isinstance(output, tuple) and len(output) == 2):
+            raise RuntimeError(
+                "grad_and_value(f)(*args): output of function f should be a tuple: "
+                "(output, aux) if has_aux is True"
+            )
+        output, aux = output
+    if not isinstance(output, torch.Tensor):
+        raise RuntimeError(
+            f"grad_and_value(f)(*args): Expected f(*args) to return a Tensor, got {type(output)}"
+        )
+    if output.dim() != 0:
+        raise RuntimeError(
+            "grad_and_value(f)(*args): Expected f(*args) to return a scalar Tensor, got tensor "
+            f"with {output.dim()} dims. Maybe you wanted to use the vjp or jacrev APIs instead?"
+        )
+    return output, aux
+
+
 def _captured_grad_and_value(
     func: Callable[..., Any],
     argnums: Any,
@@ -139,26 +161,7 @@ def _captured_grad_and_value(
             output = func(*given, **kwargs)
         finally:
             _depth.reset(before)
-        aux = None
-        if has_aux:
-            if not (isinstance(output, tuple) and len(output) == 2):
-                raise RuntimeError(
-                    "grad_and_value(f)(*args): output of function f should be a tuple: "
-                    "(output, aux) if has_aux is True"
-                )
-            output, aux = output
-        if not isinstance(output, torch.Tensor):
-            raise RuntimeError(
-                "grad_and_value(f)(*args): Expected f(*args) "
-                f"to return a Tensor, got {type(output)}"
-            )
-        if output.dim() != 0:
-            raise RuntimeError(
-                "grad_and_value(f)(*args): Expected f(*args) "
-                "to return a scalar Tensor, got tensor with "
-                f"{output.dim()} dims. Maybe you wanted to "
-                "use the vjp or jacrev APIs instead?"
-            )
+        output, aux = _checked_output(output, has_aux)
         found: Any = [None] * len(inputs)
         if output.requires_grad:
             found = _autograd.grad(output, inputs, create_graph=True, allow_unused=True)

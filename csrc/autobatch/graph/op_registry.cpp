@@ -277,6 +277,36 @@ void describe_write(OpInfo& info) {
   }
 }
 
+// Fills in what follows from the names and types of the arguments.
+void describe_arguments(OpInfo& info) {
+  const c10::FunctionSchema& schema = info.handle.schema();
+  for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
+    const c10::Argument& argument = schema.arguments()[i];
+    const uint64_t bit = uint64_t{1} << i;
+    if (argument.name() == "dropout_p" || argument.name() == "dropout") {
+      info.dropout_argument = static_cast<int>(i);
+    }
+    if (argument.name() == "indices" && i > 0 &&
+        argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
+      info.index_argument = static_cast<int>(i);
+    }
+    const bool is_flag = argument.name() == "training" || argument.name() == "use_input_stats";
+    if (is_flag && !schema.is_mutable()) {
+      info.writes_if_argument = static_cast<int>(i);
+    }
+    if (is_tensor_type(argument.type()) ||
+        argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
+      if (is_weight_name(argument.name())) info.weight_arguments |= bit;
+    }
+    const bool is_statistic =
+        info.action == Action::kMutate && argument.name().starts_with("running_");
+    info.keeps_statistics |= is_statistic;
+    if (is_statistic || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
+      info.written_arguments |= bit;
+    }
+  }
+}
+
 std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   auto info = std::make_unique<OpInfo>(op, full_name(op));
   if (!op.hasSchema()) return info;
@@ -314,31 +344,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->is_cast = info->name == "aten::to.dtype";
   info->cast_on_cpu = has_kernel(op, {c10::DispatchKey::AutocastCPU});
   info->cast_on_cuda = has_kernel(op, {autocast_key_of_accelerator()});
-  for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
-    const c10::Argument& argument = schema.arguments()[i];
-    const uint64_t bit = uint64_t{1} << i;
-    if (argument.name() == "dropout_p" || argument.name() == "dropout") {
-      info->dropout_argument = static_cast<int>(i);
-    }
-    if (argument.name() == "indices" && i > 0 &&
-        argument.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
-      info->index_argument = static_cast<int>(i);
-    }
-    const bool is_flag = argument.name() == "training" || argument.name() == "use_input_stats";
-    if (is_flag && !schema.is_mutable()) {
-      info->writes_if_argument = static_cast<int>(i);
-    }
-    if (is_tensor_type(argument.type()) ||
-        argument.type()->isSubtypeOf(*c10::OptionalType::ofTensor())) {
-      if (is_weight_name(argument.name())) info->weight_arguments |= bit;
-    }
-    const bool is_statistic =
-        info->action == Action::kMutate && argument.name().starts_with("running_");
-    info->keeps_statistics |= is_statistic;
-    if (is_statistic || (argument.alias_info() != nullptr && argument.alias_info()->isWrite())) {
-      info->written_arguments |= bit;
-    }
-  }
+  describe_arguments(*info);
   if (info->action == Action::kMutate) describe_write(*info);
   return info;
 }
