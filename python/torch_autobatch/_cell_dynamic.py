@@ -129,6 +129,7 @@ class DynamicCell:
         self._find_guards = find_guards
         self._find_modules = find_modules
         self._calls: dict[Any, _Calls] = {}
+        self._why_no_key: Reason | None = None  # why some calls can't be compared with others
         self._of_modules: dict[int, tuple[weakref.ref[nn.Module], dict[Any, _Calls]]] = {}
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -146,8 +147,7 @@ class DynamicCell:
             table, rest = self._of_module(args[0]), args[1:]
         found = _C.take_apart(rest, kwargs)
         if found is None:
-            text = "an argument has neither a value nor an identity to compare"
-            _C.note_plain_cell(self._name(), text, self._line(args))
+            self._refuse_arguments(args)
             return self.__wrapped__(*args, **kwargs)
         key, inputs, objects = found[:3]
         calls = table.get(key)
@@ -220,7 +220,6 @@ class DynamicCell:
     ) -> _Traced:
         """Runs the function. There is no program if the function keeps a size somewhere."""
         numbers: list[weakref.ref[Any]] = []
-        is_kept = False
         try:
             call = self._record(calls, arguments, args, kwargs, numbers)
         finally:
@@ -252,15 +251,15 @@ class DynamicCell:
         trace.watch(arguments.containers.values())
         others = watched(arguments.objects)
         drawn = random_states()
-        failure: Exception | None = None
+        failure: type[BaseException] | None = None
         try:
             with trace:
                 result = self.__wrapped__(*args[:has_module], *positional, **named)
-        except Exception as error:
+        except BaseException as error:
             trace.make_plain()
-            if trace.has_effects:
+            if trace.has_effects or not isinstance(error, Exception):
                 raise
-            failure = error
+            failure = type(error)
         finally:
             trace.stop()
             attributes.make_plain()
@@ -269,12 +268,12 @@ class DynamicCell:
             others.undo()
             attributes.undo()
             restore(drawn)
-            if isinstance(failure, TypeError) and not calls.hashes and trace.has_hashed:
+            if issubclass(failure, TypeError) and not calls.hashes and trace.has_hashed:
                 calls.hashes = True
                 return self._record(calls, arguments, args, kwargs, found_numbers)
             # The code may need ordinary numbers (``json.dumps(n)``). Else it fails again.
             result = self.__wrapped__(*args, **kwargs)
-            text = f"with a size that is traced, it raises {type(failure).__name__}"
+            text = f"with a size that is traced, it raises {failure.__name__}"
             return _Traced(result, None, Reason(text, self._line(args)), attributes)
         program = trace.finish(result)
         trace.make_plain()
@@ -307,6 +306,12 @@ class DynamicCell:
 
     def _name(self) -> str:
         return str(getattr(self, "__qualname__", type(self.__wrapped__).__name__))
+
+    def _refuse_arguments(self, args: tuple[Any, ...]) -> None:
+        if self._why_no_key is None:
+            text = "an argument has neither a value nor an identity to compare"
+            self._why_no_key = Reason(text, self._line(args))
+        _C.note_plain_cell(self._name(), self._why_no_key.text, self._why_no_key.place)
 
     def _line(self, args: tuple[Any, ...]) -> str:
         return "{}:{}".format(*self._place(args))

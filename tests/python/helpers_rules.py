@@ -91,6 +91,20 @@ def check(
     return report
 
 
+def check_strides(function: Callable[[Tensor], Tensor], instances: Sequence[Tensor]) -> None:
+    """``function(x)`` gives eager's values, strides and gradients, for a weighted sum of them."""
+    expected = [function(x) for x in instances]
+    with ab.batch(adaptive=False):
+        found = [function(x) for x in instances]
+    for x, result, wanted in zip(instances, found, expected, strict=True):
+        torch.testing.assert_close(result, wanted)
+        assert result.stride() == wanted.stride()
+        if wanted.requires_grad:
+            weights = torch.linspace(1, 2, wanted.numel()).view(wanted.shape)
+            gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (result, wanted)]
+            torch.testing.assert_close(*gradients)
+
+
 def rules_of(report: ab.Report) -> dict[str, str]:
     return {s.op: s.rule for s in report.signatures}
 

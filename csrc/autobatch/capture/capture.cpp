@@ -73,11 +73,15 @@ class Call {
         return run_as_it_is();
       case Action::kDefer:
         if (defer()) return;
-        if (has_decomposition()) return named([this] { run_decomposition(); });
-        if (!info_.decomposes) return at_once("no batching for these arguments");
-        return named([this] { run_composite(); });
+        [[fallthrough]];
       case Action::kDecompose:
-        return named([this] { has_decomposition() ? run_decomposition() : run_composite(); });
+        if (const Decomposition* other = decomposition_of(info_, arguments())) {
+          return named([this, other] { run_decomposition(*other); });
+        }
+        if (action == Action::kDefer && !info_.decomposes) {
+          return at_once("no batching for these arguments");
+        }
+        return named([this] { run_composite(); });
       case Action::kFactory:
         return factory();
       case Action::kMutate:
@@ -200,8 +204,9 @@ class Call {
     settle(scope_, arguments());
     Recorded recorded;
     std::optional<CachedCall> cached;
-    if (!record_call(scope_, info_, arguments(), recorded, &cached, !has_decomposition()))
+    if (!record_call(scope_, info_, arguments(), recorded, &cached, /*may_decompose=*/true)) {
       return false;
+    }
     if (cached.has_value()) {
       remember(*std::move(cached), recorded);
     } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
@@ -211,12 +216,10 @@ class Call {
     return true;
   }
 
-  bool has_decomposition() const { return decomposition_of(info_, arguments()) != nullptr; }
-
   // Whether the call multiplies by a sparse matrix and has a decomposition.
   bool is_sparse_product(const Scan& s) const {
-    return (s.pending || s.is_recorded) && s.sparse && has_decomposition() &&
-           !is_cast_by_autocast();
+    return (s.pending || s.is_recorded) && s.sparse && !is_cast_by_autocast() &&
+           decomposition_of(info_, arguments()) != nullptr;
   }
 
   bool is_argument(const at::Tensor& result) const {
@@ -416,9 +419,9 @@ class Call {
     }
   }
 
-  void run_decomposition() {
+  void run_decomposition(const Decomposition& decomposition) {
     lock_.release();
-    give(decomposition_of(info_, arguments())->run(arguments()), false);
+    give(decomposition.run(info_, arguments()), false);
   }
 
   // Runs the composite kernel on the pending tensors. The ops that it calls are captured.

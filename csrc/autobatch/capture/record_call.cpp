@@ -6,6 +6,7 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/graph/view_roots.h"
+#include "autobatch/rules/decompositions.h"
 #include "autobatch/scope/scope.h"
 
 #include <torch/csrc/autograd/variable.h>
@@ -289,8 +290,7 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
     const auto& maps = graph.tape().element_maps;  // element maps depend on more than the key
     if (!maps.empty() && maps.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
-    if (requires_grad && !grad_mode && !op.cuts_gradient)
-      return false;  // record_views() has leaves
+    if (requires_grad && !grad_mode && !op.cuts_gradient) return false;  // may be a leaf
     return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, grad_mode,
                      results);
   }
@@ -329,7 +329,7 @@ const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
 bool grad_mode() { return CaptureState::current().grad_mode(); }
 
 bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& recorded,
-                 std::optional<CachedCall>* cached, bool generic) {
+                 std::optional<CachedCall>* cached, bool may_decompose) {
   const DispatchContext context = DispatchContext::current();
   if (!op.casts(context) && !op.may_cast_within(context)) {
     // Autocast does not affect these ops, because native rules call kernels below autocast.
@@ -343,7 +343,7 @@ bool record_call(Scope& scope, const OpInfo& op, Arguments arguments, Recorded& 
       if (left_to_eager) return false;
     }
   }
-  if (!generic) return false;
+  if (may_decompose && decomposition_of(op, arguments) != nullptr) return false;
   const Rule& rule = generic_rule(op, is_random(op, arguments));
   return record_by(scope, op, arguments, rule, context, recorded, nullptr, cached);
 }

@@ -24,10 +24,11 @@ struct Recorded {
 // covers the call, tries a generic rule. Returns false, with nothing captured, if no rule covers
 // the call. The memory of pending arguments must be settled (deferred_writes.h). If `cached` is
 // given, it is set to the CachedCall for later calls with an equal CallKey, or to nullopt if the
-// call cannot be cached. `generic`: whether a generic rule may be tried.
+// call cannot be cached. `may_decompose`: whether the caller runs a decomposition of the op, which
+// has precedence over a generic rule.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                  Recorded& recorded, std::optional<CachedCall>* cached = nullptr,
-                 bool generic = true);
+                 bool may_decompose = false);
 
 // Like record_call, but uses only `rule`. If the capture fails, `left_to_eager` (if given) is set
 // to whether eager must check the arguments and raise the error.

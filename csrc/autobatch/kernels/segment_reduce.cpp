@@ -258,7 +258,7 @@ namespace {
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;
-  if (count < kLanes) {
+  if (count < kLanes) {  // a few elements: filling and merging lanes would take longer
     int64_t best = 0;
     for (int64_t i = 1; i < count; ++i) {
       const bool is_better = kLargest ? !(x[i] <= x[best]) : !(x[i] >= x[best]);

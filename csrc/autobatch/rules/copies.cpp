@@ -12,7 +12,8 @@ namespace {
 
 using at::Tensor;
 
-bool is_channels_last(const Geometry& g) {
+// Whether eager takes the layout for channels-last (`suggest_memory_format`). Gaps are allowed.
+bool suggests_channels_last(const Geometry& g) {
   if (g.contiguous) return false;
   return g.dim() == 4   ? c10::is_channels_last_strides_2d<int64_t>(g.sizes, g.strides)
          : g.dim() == 5 ? c10::is_channels_last_strides_3d<int64_t>(g.sizes, g.strides)
@@ -111,7 +112,8 @@ class JoinRule final : public Rule {
       const Geometry& g = *piece.geometry;
       if (row_major(piece)) return false;
       const bool unsqueezed = stack_ && dim == g.dim();  // one dimension more, of size 1
-      if (!is_channels_last(g) && !(unsqueezed && (g.dim() == 3 || g.dim() == 4))) return false;
+      if (!suggests_channels_last(g) && !(unsqueezed && (g.dim() == 3 || g.dim() == 4)))
+        return false;
     }
     return true;
   }
@@ -181,7 +183,7 @@ class PadRule final : public Rule {
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (pads.empty() || pads.size() % 2 != 0 || pads.size() / 2 > rank) return false;
     const bool only_crops = std::ranges::all_of(pads, [](int64_t n) { return n <= 0; });
-    if (only_crops ? !row_major(x) : is_channels_last(*x.geometry)) return false;
+    if (only_crops ? !row_major(x) : suggests_channels_last(*x.geometry)) return false;
     at::DimVector sizes(x.geometry->sizes.begin(), x.geometry->sizes.end());
     builder.key(dtype_word(x) << 32 | rank << 16 | pads.size());
     for (size_t i = 0; i < pads.size(); i += 2) {

@@ -42,7 +42,7 @@ Tensor repeat(Arguments arguments) {
     }
     expanded.push_back(size);
   }
-  return at::_unsafe_view(view.expand(expanded).clone(at::MemoryFormat::Contiguous), sizes);
+  return row_major_copy(view.expand(expanded), sizes);
 }
 
 // --- products of an instance's own matrices ---
@@ -151,16 +151,15 @@ bool covers_number_operand(Arguments arguments) {
          !y.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-template <const char* name>
-Tensor with_number_operand(Arguments arguments) {
+Decomposition::Results with_number_operand(const OpInfo& op, Arguments arguments) {
   torch::jit::Stack stack(arguments.begin(), arguments.end());
   stack[1] = arguments[1].toTensor().to(arguments[0].toTensor().scalar_type());
-  find_op(name, "Tensor").handle.callBoxed(stack);
-  return stack[0].toTensor();
+  return call_with(op, std::move(stack));
 }
 
-constexpr char kAdd[] = "aten::add", kSub[] = "aten::sub", kMul[] = "aten::mul",
-               kDiv[] = "aten::div";
+constexpr Decomposition kWithNumberOperand = {
+    [](const OpInfo&, Arguments arguments) { return covers_number_operand(arguments); },
+    with_number_operand};
 
 // --- norms ---
 
@@ -348,7 +347,8 @@ Tensor pool(Arguments arguments) {
 
 // --- gated linear units ---
 
-// glu(x, dim). In half precision, eager does not round the sigmoid.
+// glu(x, dim) of tensors that are not row-major. In half precision, eager does not round the
+// sigmoid.
 bool covers_glu(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -377,19 +377,17 @@ bool covers_class_loss(Arguments arguments) {
 }
 
 // Rows of classes have the same losses, and the same mean.
-template <const char* name>
-Tensor class_loss(Arguments arguments) {
+Decomposition::Results class_loss(const OpInfo& op, Arguments arguments) {
   const Tensor &x = arguments[0].toTensor(), &target = arguments[1].toTensor();
   torch::jit::Stack stack(arguments.begin(), arguments.end());
   stack[0] = x.movedim(1, -1).reshape({-1, x.size(1)});
   stack[1] = target.reshape({-1});
-  find_op(name, "").handle.callBoxed(stack);
-  const Tensor loss = stack[0].toTensor();
-  return loss.dim() == 0 ? loss : loss.view(target.sizes());
+  const Tensor loss = call_with(op, std::move(stack))[0];
+  return {loss.dim() == 0 ? loss : loss.view(target.sizes())};
 }
 
-constexpr char kCrossEntropy[] = "aten::cross_entropy_loss";
-constexpr char kNegativeLogLikelihood[] = "aten::nll_loss_nd";
+constexpr Decomposition kClassLoss = {
+    [](const OpInfo&, Arguments arguments) { return covers_class_loss(arguments); }, class_loss};
 
 // --- traces ---
 
@@ -399,34 +397,41 @@ bool covers_trace(Arguments arguments) {
 Tensor trace(Arguments arguments) { return arguments[0].toTensor().diagonal().sum(); }
 
 constexpr DecompositionEntry kEntries[] = {
-    {"aten::repeat", {covers_repeat, one<repeat>}},
-    {"aten::addmm", {covers_sum_with_product<2>, one<addmm>}},
-    {"aten::_sparse_addmm", {covers_sum_with_product<2>, one<addmm>}},
-    {"aten::baddbmm", {covers_sum_with_product<3>, one<baddbmm>}},
-    {"aten::bilinear", {covers_bilinear, one<bilinear>}},
-    {"aten::matmul", {covers_matmul, one<product>}},
-    {"aten::add.Tensor", {covers_number_operand, one<with_number_operand<kAdd>>}},
-    {"aten::sub.Tensor", {covers_number_operand, one<with_number_operand<kSub>>}},
-    {"aten::mul.Tensor", {covers_number_operand, one<with_number_operand<kMul>>}},
-    {"aten::div.Tensor", {covers_number_operand, one<with_number_operand<kDiv>>}},
-    {"aten::layer_norm", {covers_layer_norm, one<layer_norm>}},
-    {"aten::linalg_norm", {covers_linalg_norm, one<linalg_norm>}},
-    {"aten::dist", {covers_elementwise_pair, one<distance>}},
-    {"aten::cosine_similarity", {covers_cosine, one<cosine>}},
-    {"aten::cdist", {covers_pairs, one<distances_of_pairs>}},
-    {"aten::max_pool1d", {covers_max_pool<1>, one<pool<1, true>>}},
-    {"aten::max_pool2d", {covers_max_pool<2>, one<pool<2, true>>}},
-    {"aten::avg_pool1d", {covers_average_pool<1>, one<pool<1, false>>}},
-    {"aten::avg_pool2d", {covers_average_pool<2>, one<pool<2, false>>}},
-    {"aten::adaptive_avg_pool1d", {covers_adaptive_pool<1>, one<pool<1, false>>}},
-    {"aten::adaptive_avg_pool2d", {covers_adaptive_pool<2>, one<pool<2, false>>}},
-    {"aten::glu", {covers_glu, one<glu>}},
-    {kCrossEntropy, {covers_class_loss, one<class_loss<kCrossEntropy>>}},
-    {kNegativeLogLikelihood, {covers_class_loss, one<class_loss<kNegativeLogLikelihood>>}},
-    {"aten::trace", {covers_trace, one<trace>}},
+    {"aten::repeat", one<covers_repeat, repeat>},
+    {"aten::addmm", one<covers_sum_with_product<2>, addmm>},
+    {"aten::_sparse_addmm", one<covers_sum_with_product<2>, addmm>},
+    {"aten::baddbmm", one<covers_sum_with_product<3>, baddbmm>},
+    {"aten::bilinear", one<covers_bilinear, bilinear>},
+    {"aten::matmul", one<covers_matmul, product>},
+    {"aten::add.Tensor", kWithNumberOperand},
+    {"aten::sub.Tensor", kWithNumberOperand},
+    {"aten::mul.Tensor", kWithNumberOperand},
+    {"aten::div.Tensor", kWithNumberOperand},
+    {"aten::layer_norm", one<covers_layer_norm, layer_norm>},
+    {"aten::linalg_norm", one<covers_linalg_norm, linalg_norm>},
+    {"aten::dist", one<covers_elementwise_pair, distance>},
+    {"aten::cosine_similarity", one<covers_cosine, cosine>},
+    {"aten::cdist", one<covers_pairs, distances_of_pairs>},
+    {"aten::max_pool1d", one<covers_max_pool<1>, pool<1, true>>},
+    {"aten::max_pool2d", one<covers_max_pool<2>, pool<2, true>>},
+    {"aten::avg_pool1d", one<covers_average_pool<1>, pool<1, false>>},
+    {"aten::avg_pool2d", one<covers_average_pool<2>, pool<2, false>>},
+    {"aten::adaptive_avg_pool1d", one<covers_adaptive_pool<1>, pool<1, false>>},
+    {"aten::adaptive_avg_pool2d", one<covers_adaptive_pool<2>, pool<2, false>>},
+    {"aten::glu", one<covers_glu, glu>},
+    {"aten::cross_entropy_loss", kClassLoss},
+    {"aten::nll_loss_nd", kClassLoss},
+    {"aten::trace", one<covers_trace, trace>},
 };
 
 }  // namespace
+
+Decomposition::Results call_with(const OpInfo& op, torch::jit::Stack arguments) {
+  op.handle.callBoxed(arguments);
+  Decomposition::Results results;
+  for (const c10::IValue& value : arguments) results.push_back(value.toTensor());
+  return results;
+}
 
 std::vector<const Decomposition*> find_decompositions(std::string_view op) {
   std::vector<const Decomposition*> found;

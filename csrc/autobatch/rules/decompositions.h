@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <ATen/core/stack.h>
+#include <ATen/ops/_unsafe_view.h>
 
 #include <string_view>
 #include <vector>
@@ -19,16 +21,16 @@ struct Decomposition {
   using Results = std::vector<at::Tensor>;
   // Whether `run` computes this call. Returns false for arguments that eager may reject, so that
   // eager raises its own error.
-  bool (*covers)(Arguments arguments);
+  bool (*covers)(const OpInfo& op, Arguments arguments);
   // Computes the results by calls of ops, which are captured.
-  Results (*run)(Arguments arguments);
+  Results (*run)(const OpInfo& op, Arguments arguments);
 };
 
 // Returns the op's first decomposition that covers the arguments, or null.
 inline const Decomposition* decomposition_of(const OpInfo& op,
                                              at::ArrayRef<c10::IValue> arguments) {
   for (const Decomposition* decomposition : op.decompositions) {
-    if (decomposition->covers(arguments)) return decomposition;
+    if (decomposition->covers(op, arguments)) return decomposition;
   }
   return nullptr;
 }
@@ -43,11 +45,16 @@ DecompositionTable sparse_decompositions();       // sparse_products.cpp
 DecompositionTable layout_decompositions();       // other_layouts.cpp
 DecompositionTable rearranging_decompositions();  // rearranging.cpp
 
-// For a table entry: makes a function that returns one tensor a Decomposition::run.
-template <at::Tensor (*compute)(Decomposition::Arguments)>
-Decomposition::Results one(Decomposition::Arguments arguments) {
-  return {compute(arguments)};
-}
+// A decomposition with one result, by functions that need not know the op.
+template <bool (*covers)(Decomposition::Arguments), at::Tensor (*compute)(Decomposition::Arguments)>
+constexpr Decomposition one = {
+    [](const OpInfo&, Decomposition::Arguments arguments) { return covers(arguments); },
+    [](const OpInfo&, Decomposition::Arguments arguments) {
+      return Decomposition::Results{compute(arguments)};
+    }};
+
+// Calls the op with other arguments, and returns its results.
+Decomposition::Results call_with(const OpInfo& op, torch::jit::Stack arguments);
 
 // --- helpers ---
 
@@ -59,6 +66,10 @@ inline bool is_strided(const c10::IValue& value) {
 }
 inline bool is_strided(const c10::IValue& value, int64_t dim) {
   return is_strided(value) && value.toTensor().dim() == dim;
+}
+// Returns a row-major copy of x, with dimensions merged or split. Never a view, as in eager.
+inline at::Tensor row_major_copy(const at::Tensor& x, at::IntArrayRef sizes) {
+  return at::_unsafe_view(x.clone(at::MemoryFormat::Contiguous), sizes);
 }
 // Whether `matrix` is a sparse matrix, and sparse_decompositions() has its product with `dense`.
 bool is_sparse_product(const c10::IValue& matrix, const c10::IValue& dense);

@@ -7,7 +7,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/WrapDimUtils.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 #include <array>
@@ -94,8 +93,13 @@ Dims dims_of(const c10::IValue& argument, int64_t rank) {
   return std::ranges::adjacent_find(dims) == dims.end() ? dims : Dims();
 }
 
-bool covers(const LayoutOp& entry, Arguments arguments) {
+const LayoutOp& entry_of(const OpInfo& op) {
+  return *std::ranges::find(kOps, std::string_view(op.name), &LayoutOp::op);
+}
+
+bool covers(const OpInfo& op, Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
+  const LayoutOp& entry = entry_of(op);
   const Tensor& x = arguments[0].toTensor();
   if (x.numel() == 0 || is_row_major(x) || x.is_conj() || x.is_neg()) return false;
   if (entry.dims == 0) return x.suggest_memory_format() == at::MemoryFormat::Contiguous;
@@ -118,23 +122,9 @@ Tensor sorted(const Tensor& result, const Dims& dims) {
   return result.permute(positions_in(dims, ascending)).clone(at::MemoryFormat::Contiguous);
 }
 
-c10::OperatorHandle handle_of(std::string_view op) {
-  const size_t dot = std::min(op.find('.'), op.size());
-  const std::string overload(op.substr(std::min(dot + 1, op.size())));
-  return *c10::Dispatcher::singleton().findOp({std::string(op.substr(0, dot)), overload});
-}
-
-// Calls the op with these arguments, and returns its results.
-Results call(const c10::OperatorHandle& op, torch::jit::Stack arguments) {
-  op.callBoxed(arguments);
-  Results results;
-  for (const c10::IValue& value : arguments) results.push_back(value.toTensor());
-  return results;
-}
-
 // Runs the op on x with its dimensions in `order`. All results have the same dimensions.
-Results run_in(const LayoutOp& entry, const c10::OperatorHandle& op, const Dims& order,
-               Arguments arguments) {
+Results run_in(const Dims& order, const OpInfo& op, Arguments arguments) {
+  const LayoutOp& entry = entry_of(op);
   const Tensor& x = arguments[0].toTensor();
   const Dims dims = dims_of(arguments[entry.dims], x.dim());
   const bool keeps = entry.keep != 0 && arguments[entry.keep].toBool();
@@ -152,7 +142,7 @@ Results run_in(const LayoutOp& entry, const c10::OperatorHandle& op, const Dims&
             .begin(),
         left.end());
   }
-  Results results = call(op, std::move(stack));
+  Results results = call_with(op, std::move(stack));
   for (Tensor& result : results) {
     result = sorted(result, left);
     if (!keeps) continue;
@@ -161,34 +151,22 @@ Results run_in(const LayoutOp& entry, const c10::OperatorHandle& op, const Dims&
   return results;
 }
 
-Results run(const LayoutOp& entry, const c10::OperatorHandle& op, Arguments arguments) {
+Results run(const OpInfo& op, Arguments arguments) {
   const Tensor& x = arguments[0].toTensor();
-  if (entry.dims != 0) return run_in(entry, op, memory_order(x), arguments);
+  if (entry_of(op).dims != 0) return run_in(memory_order(x), op, arguments);
   torch::jit::Stack stack(arguments.begin(), arguments.end());
   stack[0] = x.clone(at::MemoryFormat::Contiguous);
-  return call(op, std::move(stack));
-}
-
-template <size_t i>
-Results run_entry(Arguments arguments) {
-  static const c10::OperatorHandle op = handle_of(kOps[i].op);
-  return run(kOps[i], op, arguments);
-}
-
-template <size_t i>
-bool covers_entry(Arguments arguments) {
-  return covers(kOps[i], arguments);
-}
-
-template <size_t... i>
-auto entries(std::index_sequence<i...>) {
-  return std::array{DecompositionEntry{kOps[i].op, {covers_entry<i>, run_entry<i>}}...};
+  return call_with(op, std::move(stack));
 }
 
 }  // namespace
 
 DecompositionTable layout_decompositions() {
-  static const auto table = entries(std::make_index_sequence<std::size(kOps)>());
+  static const auto table = [] {
+    std::array<DecompositionEntry, std::size(kOps)> entries;
+    for (size_t i = 0; i < entries.size(); ++i) entries[i] = {kOps[i].op, {covers, run}};
+    return entries;
+  }();
   return table;
 }
 

@@ -13,11 +13,6 @@ namespace {
 using at::Tensor;
 using Arguments = Decomposition::Arguments;
 
-// Returns a row-major copy, with dimensions merged or split. Never a view, as in eager.
-Tensor row_major(const Tensor& x, at::IntArrayRef sizes) {
-  return at::_unsafe_view(x.clone(at::MemoryFormat::Contiguous), sizes);
-}
-
 // --- padding with elements of the tensor ---
 
 // The elements before or after x in dimension d. `count` is at least 1.
@@ -134,7 +129,7 @@ Tensor windows(Arguments arguments) {
   }
   x = x.unfold(2, kernel[0], stride[0]).unfold(3, kernel[1], stride[1]);
   const int64_t rows = x.size(1) * kernel[0] * kernel[1], columns = x.size(2) * x.size(3);
-  x = row_major(x.permute({0, 1, 4, 5, 2, 3}), {x.size(0), rows, columns});
+  x = row_major_copy(x.permute({0, 1, 4, 5, 2, 3}), {x.size(0), rows, columns});
   return is_batch ? x : x.squeeze(0);
 }
 
@@ -155,7 +150,7 @@ Tensor shuffle(Arguments arguments) {
   at::DimVector sizes(x.sizes().slice(0, static_cast<size_t>(x.dim() - 3)));
   sizes.append({channels, x.size(-2) * r, x.size(-1) * r});
   const Tensor parts = x.reshape({-1, channels, r, r, x.size(-2), x.size(-1)});
-  return row_major(parts.permute({0, 1, 4, 2, 5, 3}), sizes);
+  return row_major_copy(parts.permute({0, 1, 4, 2, 5, 3}), sizes);
 }
 
 // pixel_unshuffle(x [.., C, H r, W r], r) returns [.., C r^2, H, W].
@@ -173,7 +168,7 @@ Tensor unshuffle(Arguments arguments) {
   at::DimVector sizes(x.sizes().slice(0, static_cast<size_t>(x.dim() - 3)));
   sizes.append({x.size(-3) * r * r, height, width});
   const Tensor parts = x.reshape({-1, x.size(-3), height, r, width, r});
-  return row_major(parts.permute({0, 1, 3, 5, 2, 4}), sizes);
+  return row_major_copy(parts.permute({0, 1, 3, 5, 2, 4}), sizes);
 }
 
 // --- upsampling ---
@@ -243,19 +238,19 @@ Tensor repeat_each(Arguments arguments) {
     expanded.append({size, result_size / size});
     merged.push_back(result_size);
   }
-  return row_major(view.expand(expanded), merged);
+  return row_major_copy(view.expand(expanded), merged);
 }
 
 constexpr DecompositionEntry kEntries[] = {
-    {"aten::pad", {covers_pad, one<pad>}},
-    {"aten::roll", {covers_roll, one<roll>}},
-    {"aten::im2col", {covers_windows, one<windows>}},
-    {"aten::pixel_shuffle", {covers_shuffle, one<shuffle>}},
-    {"aten::pixel_unshuffle", {covers_unshuffle, one<unshuffle>}},
-    {"aten::upsample_nearest1d", {covers_nearest<1>, one<repeat_each<1>>}},
-    {"aten::upsample_nearest1d.vec", {covers_nearest<1>, one<repeat_each<1>>}},
-    {"aten::upsample_nearest2d", {covers_nearest<2>, one<repeat_each<2>>}},
-    {"aten::upsample_nearest2d.vec", {covers_nearest<2>, one<repeat_each<2>>}},
+    {"aten::pad", one<covers_pad, pad>},
+    {"aten::roll", one<covers_roll, roll>},
+    {"aten::im2col", one<covers_windows, windows>},
+    {"aten::pixel_shuffle", one<covers_shuffle, shuffle>},
+    {"aten::pixel_unshuffle", one<covers_unshuffle, unshuffle>},
+    {"aten::upsample_nearest1d", one<covers_nearest<1>, repeat_each<1>>},
+    {"aten::upsample_nearest1d.vec", one<covers_nearest<1>, repeat_each<1>>},
+    {"aten::upsample_nearest2d", one<covers_nearest<2>, repeat_each<2>>},
+    {"aten::upsample_nearest2d.vec", one<covers_nearest<2>, repeat_each<2>>},
 };
 
 }  // namespace

@@ -156,6 +156,7 @@ RuleTable index_rules();
 RuleTable scatter_rules();
 RuleTable batch_norm_rules();
 RuleTable group_norm_rules();
+RuleTable glu_rules();
 RuleTable ctc_rules();
 RuleTable sparse_rules();
 RuleTable loss_rules();

@@ -68,9 +68,9 @@ Tensor multiply(Arguments arguments) {
 }
 
 constexpr DecompositionEntry kEntries[] = {
-    {"aten::mm", {covers, one<multiply>}},         {"aten::mv", {covers, one<multiply>}},
-    {"aten::matmul", {covers, one<multiply>}},     {"aten::smm", {covers, one<multiply>}},
-    {"aten::_sparse_mm", {covers, one<multiply>}},
+    {"aten::mm", one<covers, multiply>},         {"aten::mv", one<covers, multiply>},
+    {"aten::matmul", one<covers, multiply>},     {"aten::smm", one<covers, multiply>},
+    {"aten::_sparse_mm", one<covers, multiply>},
 };
 
 // --- the rule ---

@@ -1,5 +1,4 @@
 // Ops that work on trailing dimensions only, for instances with any number of rows.
-#include "autobatch/rules/decompositions.h"
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>
@@ -30,7 +29,6 @@ const TailOp kTailOps[] = {
     {"aten::rms_norm", Tail::kShape, 1},
     {"aten::softmax.int", Tail::kDim, 1},
     {"aten::log_softmax.int", Tail::kDim, 1},
-    {"aten::glu", Tail::kDim, 1},
     {"aten::flip", Tail::kDims, 1},
     {"aten::roll", Tail::kDims, 2},
     {"aten::sum.dim_IntList", Tail::kDims, 1},
@@ -81,10 +79,6 @@ class TailRule final : public RowsCall {
     const int64_t rank = x.dim();
     const int64_t leading = rank - tail_of(builder.argument(entry_.argument), rank);
     if (leading <= 0 || leading >= rank) return false;
-    // A decomposition does not need equal sizes behind the dimension.
-    if (leading + 1 < rank && decomposition_of(builder.op(), builder.arguments()) != nullptr) {
-      return false;
-    }
     for (size_t i = 0; i < builder.num_arguments(); ++i) {
       if (!capture_argument(builder, i, x, leading)) return false;
     }

@@ -187,6 +187,21 @@ def test_changes_before_such_an_error_are_undone() -> None:
     assert len(places.items) == 3
 
 
+class Interruption(BaseException):
+    """As a cancelled fiber raises."""
+
+
+def test_an_interruption_leaves_arguments_ordinary() -> None:
+    def interrupted(x: Tensor, table: dict[str, Any]) -> Tensor:
+        table["rows"], table["count"] = x.shape[0], table["count"] * 2
+        raise Interruption
+
+    table: dict[str, Any] = {"count": 3, "x": torch.ones(2)}
+    with ab.batch(), pytest.raises(Interruption):
+        ab.cell(interrupted, dynamic=True)(rows()[0], table)
+    assert (type(table["rows"]), type(table["count"])) == (int, int)
+
+
 def test_is_integer() -> None:
     """As local-attention asks whether a length is a multiple."""
     runs, why = compare(

@@ -24,7 +24,7 @@ def made(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[1:])
 def test_copies_are_eagers(order: tuple[int, ...], dtype: torch.dtype) -> None:
     sizes = [(2, 3, 17, 5), (1, 33, 4, 1), (3, 1, 2, 40)]
-    with ab.batch(adaptive=False):
+    with ab.batch(adaptive=False) as scope:
         pending = [
             torch.zeros(s, dtype=dtype).logical_or(made(s, dtype))
             if dtype == torch.bool
@@ -42,3 +42,6 @@ def test_copies_are_eagers(order: tuple[int, ...], dtype: torch.dtype) -> None:
         assert torch.equal(
             expanded[i], x[..., :1].expand(-1, -1, -1, 3).permute(order).contiguous()
         )
+    copies = [row for row in scope.report().signatures if row.op == "aten::clone"]
+    assert {row.rule for row in copies} == {"native"}
+    assert max(row.largest for row in copies) >= 3  # sizes do not keep copies apart

@@ -200,7 +200,7 @@ ROWWISE: dict[str, Case] = {
     "cosine_similarity": Case(lambda x, y: F.cosine_similarity(x, y, dim=-1), same_shape),
     # trailing dimensions
     "glu": Case(lambda x: F.glu(x, -1)),
-    "glu_cube": Case(lambda x: F.glu(x, 1), cube, one=False),
+    "glu_cube": Case(lambda x: F.glu(x, 1), cube),
     "flip_columns": Case(lambda x: x.flip(-1)),
     "roll_columns": Case(lambda x: x.roll(1, 1)),
     "pad_columns": Case(lambda x: F.pad(x, (1, 2), value=0.5)),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
 from helpers_ragged import WIDTH, Case, check_lengths
-from helpers_rules import rand
+from helpers_rules import check_strides, rand
 from torch import Tensor
 
 W = WIDTH
@@ -97,16 +97,7 @@ def test_padding_is_eagers(mode: str, padding: tuple[int, ...], layout: str) -> 
     def one(x: Tensor) -> Tensor:
         return F.pad(LAYOUTS[layout](x * 2), padding, mode=mode)
 
-    instances = [rand(2, 3, n, 5).requires_grad_() for n in (4, 5, 4)]
-    expected = [one(x) for x in instances]
-    with ab.batch(adaptive=False):
-        found = [one(x) for x in instances]
-    for x, result, wanted in zip(instances, found, expected, strict=True):
-        torch.testing.assert_close(result, wanted)
-        assert result.stride() == wanted.stride()
-        weights = torch.linspace(1, 2, wanted.numel()).view(wanted.shape)
-        gradients = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (result, wanted)]
-        torch.testing.assert_close(*gradients)
+    check_strides(one, [rand(2, 3, n, 5).requires_grad_() for n in (4, 5, 4)])
 
 
 def test_factors_that_float_arithmetic_does_not_hit() -> None:
