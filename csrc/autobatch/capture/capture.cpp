@@ -204,9 +204,8 @@ class Call {
     settle(scope_, arguments());
     Recorded recorded;
     std::optional<CachedCall> cached;
-    if (!record_call(scope_, info_, arguments(), recorded, &cached, /*may_decompose=*/true)) {
-      return false;
-    }
+    constexpr bool kMayDecompose = true;
+    if (!record_call(scope_, info_, arguments(), recorded, &cached, kMayDecompose)) return false;
     if (cached.has_value()) {
       remember(*std::move(cached), recorded);
     } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
