@@ -69,11 +69,11 @@ Tensor pad(Arguments arguments) {
   const auto pads = arguments[1].toIntVector();
   for (size_t i = 0; i < pads.size(); i += 2) {
     const int64_t d = x.dim() - 1 - static_cast<int64_t>(i / 2);
-    std::vector<Tensor> pieces;
+    c10::SmallVector<Tensor, 3> pieces;
     if (pads[i] > 0) pieces.push_back(border(x, d, pads[i], true));
     pieces.push_back(x);
     if (pads[i + 1] > 0) pieces.push_back(border(x, d, pads[i + 1], false));
-    if (pieces.size() > 1) x = at::cat(pieces, d);
+    if (pieces.size() > 1) x = at::cat(at::TensorList(pieces), d);
   }
   // Without padding, eager's result is a copy, too.
   return x.is_same(arguments[0].toTensor()) ? x.clone() : x;
