@@ -416,6 +416,8 @@ def known_gap(program: Program, difference: Difference) -> str | None:
     text, source, kind = difference.text, program.source(), difference.kind
     if "modified by an inplace operation" in text:
         return "saved_write"
+    if "where eager has" in text and "INTERNAL ASSERT FAILED" in text.split("where eager has")[1]:
+        return "eager_assert"
     if re.search(r"created in (no_grad|inference) mode", text):
         return "no_grad_views"
     if "backward through the graph a second time" in text and kind.startswith("error"):

@@ -27,6 +27,7 @@ KNOWN_GAPS = {
     "grad_strides": "eager's gradients that are expanded (strides of 0), or views: ordinary ones",
     "no_grad_reshape": "of a view, or what was transpose_d, under no_grad: no gradient in eager",
     "clamp_bounds": "eager's backward of clamp by a bound of more dimensions raises an error",
+    "eager_assert": "an internal assertion of PyTorch fails in eager mode only",
     "new_tensor": "no gap any more; programs of this kind are not made by default",
     "parameter": "as new_tensor",
     "forward_ad": "as new_tensor",
@@ -168,7 +169,11 @@ COMPLEX = """
 torch.complex({f},{f}); torch.view_as_complex(torch.stack([{f},{f}],-1)); {c}.real; {c}.imag;
 {c}.abs(); {c}.conj(); {c}*{c}; {c}+{f}; torch.view_as_real({c}); {c}.conj().imag;
 {c}.resolve_conj(); {c}.sum(); {c}.angle(); {c}*1j; {c}.conj()*{c};
-torch.view_as_real({c}.resolve_conj()); {c}.mH; {f}*1j; {c}.conj().real; {c}[0]
+torch.view_as_real({c}.resolve_conj()); {c}.mH; {f}*1j; {c}.conj().real; {c}[0];
+torch.view_as_complex({f}.reshape(-1,2)); torch.view_as_complex({r}.unflatten(-1,(2,2)));
+torch.view_as_complex({r}[...,2:]); {c}.mul_({K}); {c}.real.add_({K}); {c}.imag.copy_({c}.real);
+{c}[...]={c}*2; {c}.conj().mul_(1j); torch.view_as_real({c}).zero_(); {c}.reshape(-1);
+{c}.transpose(0,-1); {c}.detach().mul_(2); {c}.conj_physical()
 """
 
 CAST = """

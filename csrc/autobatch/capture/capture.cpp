@@ -14,6 +14,7 @@
 #include "autobatch/debug/verify.h"
 #include "autobatch/derivatives/derivative_formula.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/rules/decompositions.h"
 #include "autobatch/scope/scope.h"
@@ -134,9 +135,13 @@ class Call {
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
-    if (left_to_eager_) return Action::kAtOnce;
+    const bool sees_conjugate = info_.sees_conjugate && is_conjugated(arguments()[0].toTensor());
+    if (left_to_eager_ || sees_conjugate) return Action::kAtOnce;
     if (!s.plain) return is_sparse_product(s) ? Action::kDecompose : Action::kAtOnce;
     if (action == Action::kFactory && is_filling_in_data()) return Action::kAtOnce;
+    if (s.pending && action == Action::kAtOnce) {
+      return decomposition_of(info_, arguments()) != nullptr ? Action::kDecompose : action;
+    }
     if (s.pending || action == Action::kFactory) return action;
     const bool captures_data = CaptureState::current().captures_data;
     const bool recorded = is_captured(s) || captures_data;
@@ -178,8 +183,7 @@ class Call {
 
   // --- deferring ---
 
-  // Replaces masks whose values are known by indices. If an index is out of range, leaves the call
-  // to eager, which raises the error.
+  // Replaces masks with known values by indices. Eager raises the error of an index out of range.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
@@ -324,6 +328,7 @@ class Call {
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
+    if (flush_shared_memory(scope_, info_, arguments())) return at_once("writes to its arguments");
     const bool may_defer = s.plain && !left_to_eager_;
     if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;
     if (may_defer && record_write(scope_, info_, arguments())) {
@@ -342,7 +347,7 @@ class Call {
     if (any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); })) {
       scope_.flush(info_.name + " writes to memory that pending ops read");
     }
-    for_each_written([&](const at::Tensor& to) {
+    for_each_written(info_, arguments(), [&](const at::Tensor& to) {
       if (as_pending(to) == nullptr) scope_.read_records().before_write(scope_.graph(), to);
     });
     at_once("writes to its arguments");
@@ -351,15 +356,11 @@ class Call {
     }
   }
 
-  template <class Visit>
-  void for_each_written(const Visit& visit) const {
-    autobatch::for_each_written(info_, arguments(), visit);
-  }
-
   template <class Is>
   bool any_written(const Is& is) const {
     bool any = false;
-    for_each_written([&](const at::Tensor& tensor) { any = any || is(tensor); });
+    for_each_written(info_, arguments(),
+                     [&](const at::Tensor& tensor) { any = any || is(tensor); });
     return any;
   }
 
@@ -425,8 +426,7 @@ class Call {
 
   // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
   void run_composite() {
-    // `.tolist()` calls resolve_conj before it reads the memory, and the read itself dispatches no
-    // op.
+    // `.tolist()` calls resolve_conj. The read of the memory that follows dispatches no op.
     if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
         as_pending(arguments()[0].toTensor()) == nullptr) {
       CellTrace::break_off("it may read a value", info_.name);

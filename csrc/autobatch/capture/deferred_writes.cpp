@@ -1,8 +1,10 @@
 #include "autobatch/capture/deferred_writes.h"
 
+#include "autobatch/capture/arguments.h"
 #include "autobatch/capture/record_call.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"
 
@@ -331,6 +333,19 @@ const OpInfo& assemble_op() {
 const OpInfo& with_values_op() {
   static const OpInfo& info = find_op("autobatch::with_values", "");
   return info;
+}
+
+bool flush_shared_memory(Scope& scope, const OpInfo& op, Arguments arguments) {
+  bool shared = false;
+  const Graph& graph = scope.graph();
+  for_each_written(op, arguments, [&](const at::Tensor& to) {
+    const PendingTensor* pending = as_pending(to);
+    if (pending == nullptr || pending->graph() != &graph) return;
+    const ValueId base = graph.value(pending->value()).base;
+    shared = shared || is_shared(graph.tape(), memory_owner(graph.tape(), base));
+  });
+  if (shared) scope.flush(op.name + " writes to memory that a tensor of another dtype shares");
+  return shared;
 }
 
 bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {

@@ -24,6 +24,10 @@ const OpInfo& assemble_op();
 // Returns the op with_values(self, values). The result of the op has the history of `self`.
 const OpInfo& with_values_op();
 
+// If the op writes to a pending tensor whose memory a pending tensor of another dtype shares
+// (shared_memory.h), runs all pending ops. Returns whether it did.
+bool flush_shared_memory(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
+
 // Prepares pending arguments for a read. If the memory of an argument was written to in pieces, and
 // no single piece covers the argument, the pieces are combined into one value.
 void settle(Scope& scope, at::ArrayRef<c10::IValue> arguments);

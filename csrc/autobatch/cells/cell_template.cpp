@@ -3,6 +3,7 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/thread_state.h"
 #include "autobatch/scope/scope.h"
 
@@ -389,6 +390,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   const Scope::Lock lock(scope_);
   Graph& graph = scope_.graph();
   for (const at::Tensor& output : outputs) {
+    if (shares_memory(output)) break_off("it returns a complex view, which shares memory", "");
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
     if (made_->outputs_.back() >= CellTemplate::kFirstWeight && !output.requires_grad()) {
       break_off("it returns a tensor that may be one of its own", "");  // all calls would share it

@@ -9,6 +9,7 @@
 #include "autobatch/execute/incremental_flush.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/rules/flush_record.h"
 
 #include <algorithm>
@@ -114,6 +115,7 @@ class Compactor {
     for (const auto& [content, version] : old_.versions) {
       if (kept_[content]) new_.versions[new_value_[content]] = version;
     }
+    find_sharers(new_, old_);
     if (record_ != nullptr) compact_record();
     install();
   }

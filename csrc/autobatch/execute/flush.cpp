@@ -13,6 +13,7 @@
 #include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/profiler_ranges.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/slice_costs.h"
 #include "autobatch/plan/chain_depth.h"
 #include "autobatch/plan/deferred_checks.h"
@@ -303,9 +304,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   graph.settle_orphans();
   std::shared_ptr<FlushRecord> record = graph.open_record();
   if (record == nullptr) record = std::make_shared<FlushRecord>();
-  Split split = nodes.empty() && targets.empty()
-                    ? graph.split()
-                    : graph.split(targets, nodes, options.tables->signatures);
+  const bool all = (nodes.empty() && targets.empty()) || has_shared_memory(graph.tape());
+  Split split = all ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
   renumber(*record, split);
   unfold_held_subgraphs(split, *record);
   HeldTensors held(graph, split);
@@ -352,6 +352,7 @@ bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<N
 void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options) {
   Failures failures;
   std::vector<NodeId> nodes;
+  if (!options.values_only && has_shared_memory(graph.tape())) targets = {};
   if (!targets.empty()) {
     {
       const std::shared_ptr<void> nobody_dies = host_hold();

@@ -3,6 +3,8 @@
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/device_traits.h"
+#include "autobatch/execute/reinterpreted_views.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/view_roots.h"
 #include "autobatch/kernels/region_kinds.h"
 
@@ -26,11 +28,15 @@ class OwnCopies {
  public:
   explicit OwnCopies(const FlushRecord& record) : record_(record) {}
 
-  // Returns the copy of the result `base`, the same tensor at each call.
+  // Returns the copy of the result `base`, the same tensor at each call. Returns the memory of a
+  // graph input itself.
   const at::Tensor& of(ValueId base) {
-    at::Tensor& copy = copies_[base];
-    if (!copy.defined()) copy = make(base);
-    return copy;
+    const Value& value = record_.tape.values[base];
+    if (value.is_graph_input()) return record_.tape.graph_inputs[value.index].data;
+    if (const auto found = copies_.find(base); found != copies_.end()) return found->second;
+    const ValueId other = reinterpreted_value(record_.tape, base);
+    at::Tensor own = other != kNone ? alias(base, other) : make(base);
+    return copies_.emplace(base, std::move(own)).first->second;
   }
 
   void finish() {
@@ -51,6 +57,28 @@ class OwnCopies {
   const std::unordered_map<ValueId, at::Tensor>& all() const { return copies_; }
 
  private:
+  // Returns the version counter of the tensors on the memory.
+  const c10::VariableVersion& counter_of(ValueId base) {
+    const Value& value = record_.tape.values[base];
+    if (value.is_graph_input() && record_.tape.graph_inputs[value.index].counted) {
+      return record_.tape.graph_inputs[value.index].counter;
+    }
+    return of(base).unsafeGetTensorImpl()->version_counter();
+  }
+
+  // Returns a tensor for the result `base` over the memory of the value that it reinterprets.
+  at::Tensor alias(ValueId base, ValueId other) {
+    const Value& value = record_.tape.values[base];
+    const Value& from = record_.tape.values[other];
+    const at::Tensor& memory = of(from.base);
+    const Reading reading{value.dtype, is_conjugated(record_.tape, base)};
+    at::Tensor own = reinterpreted(memory, reading, from.offset, value.geometry->extent);
+    if (!memory.is_inference()) {
+      own.unsafeGetTensorImpl()->set_version_counter(counter_of(from.base));
+    }
+    return own;
+  }
+
   at::Tensor make(ValueId base) {
     const Value& value = record_.tape.values[base];
     const Allocation& place = record_.store.places[base];
@@ -95,10 +123,14 @@ void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) 
   const auto* of_root = torch::autograd::impl::get_view_autograd_meta(root);
   const bool chained = of_root != nullptr && of_root->has_bw_view();
   if (chained && made == CreationMeta::DEFAULT) made = of_root->get_creation_meta();
-  auto meta = std::make_unique<DifferentiableViewMeta>(
-      impl,
-      chained ? of_root->get_backward_view().chain(root, tensor) : ViewInfo(root, nullptr, nullptr),
-      std::nullopt, /*shared_view_info=*/false, made);
+  const auto info_of = [&] {
+    if (!chained) return ViewInfo(root, make_view_function(root, tensor), nullptr);
+    const ViewInfo& first = of_root->get_backward_view();
+    if (first.has_view_fn()) return first.chain(root, tensor, make_view_function(root, tensor));
+    return ViewInfo(first.base_, make_view_function(first.base_, tensor), nullptr);
+  };
+  auto meta = std::make_unique<DifferentiableViewMeta>(impl, info_of(), std::nullopt,
+                                                       /*shared_view_info=*/false, made);
   // `register_hook` sets the tensor's hooks before it reads its grad_fn.
   if (auto* before = torch::autograd::impl::get_autograd_meta(tensor)) {
     meta->hooks_ = std::move(before->hooks_);
@@ -125,6 +157,17 @@ bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
 }
 
+// Returns the value whose tensor is the base of the view `id`, also if the view reads the memory of
+// the base in another way.
+ValueId shared_root_of(const Tape& tape, ValueId id) {
+  for (;;) {
+    id = root_of(tape, id);
+    const ValueId other = tape.values[id].base == id ? reinterpreted_value(tape, id) : kNone;
+    if (other == kNone) return id;
+    id = other;
+  }
+}
+
 // The base tensors (roots) with which views share their history, by value. If the user does not
 // hold a root, a hidden tensor is made for it, because eager keeps the base alive. A root with only
 // a single view gets a hidden tensor only if the root has a history.
@@ -138,7 +181,7 @@ class Roots {
     for (const PendingTensor* tensor : computed) {
       const bool recorded = is_recorded(record, *tensor);
       const size_t view = recorded ? held++ : 0;
-      const ValueId root = root_of(record.tape, tensor->value());
+      const ValueId root = shared_root_of(record.tape, tensor->value());
       const Value& value = record.tape.values[tensor->value()];
       const bool follows = value.kind == ViewKind::kPlain || value.kind == ViewKind::kNoGrad;
       if (root == tensor->value() || !follows) continue;
@@ -155,10 +198,9 @@ class Roots {
 
   const std::vector<HiddenRoot>& hidden() const { return hidden_; }
 
-  // Returns the root of the view `id`, over the memory `own`, or an undefined tensor if none is
-  // needed.
-  at::Tensor find(ValueId id, const at::Tensor& own, const std::vector<Edge>& edges) {
-    const ValueId root = root_of(record_.tape, id);
+  // Returns the root of the view `id`, or an undefined tensor if none is needed.
+  at::Tensor find(ValueId id, OwnCopies& memory, const std::vector<Edge>& edges) {
+    const ValueId root = shared_root_of(record_.tape, id);
     if (root == id) return {};
     const Value& value = record_.tape.values[root];
     if (value.is_graph_input() && root == value.base) {
@@ -173,12 +215,14 @@ class Roots {
     if (!has_history && several_.count(root) == 0) {
       if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
       // Eager reads only the name (for an error) and requires_grad of this base.
+      const at::Tensor& own = memory.of(record_.tape.values[id].base);
       const at::Tensor name = detached_alias(own);
       name.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
       return name.set_requires_grad(record_.tape.values[id].requires_grad);
     }
     at::Tensor& made = made_[root];
     if (!made.defined()) {
+      const at::Tensor& own = memory.of(value.base);
       made = detached_alias(
           own.as_strided(value.geometry->sizes, value.geometry->strides, value.offset));
       made.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
@@ -211,15 +255,11 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     const Value& value = record.tape.values[id];
     const Value& base = record.tape.values[value.base];
     const bool recorded = is_recorded(record, *tensor);
-    at::Tensor own;
+    const at::Tensor& own = memory.of(value.base);
+    tensor->become(own, own.storage_offset() + value.offset);
     if (base.is_graph_input()) {
       const GraphInput& graph_input = record.tape.graph_inputs[base.index];
-      own = graph_input.data;
-      tensor->become(own, own.storage_offset() + value.offset);
       if (graph_input.counted) tensor->set_version_counter(graph_input.counter);
-    } else {
-      own = memory.of(value.base);
-      tensor->become(own, value.offset);
     }
     const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
     if (value.kind == ViewKind::kData && !handle.is_inference()) {
@@ -230,7 +270,7 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     const bool is_leaf = handle.requires_grad() && !recorded;
     // A leaf is a view only if it was made under no_grad(). It then requires grad as its base does.
     if (!handle.is_inference() && (!is_leaf || value.kind == ViewKind::kNoGrad)) {
-      at::Tensor root = roots.find(id, own, edges);
+      at::Tensor root = roots.find(id, memory, edges);
       if (is_leaf && !(root.defined() && root.requires_grad())) root = leaf_base_of(handle);
       if (root.defined()) link_view(handle, root, value.kind);
     }
@@ -322,6 +362,9 @@ std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
   for (const auto& tensor : tensors_) {
     const Value& value = tape.values[tensor->value()];
     if (!value.is_graph_input()) bases.push_back(value.base);
+    // The tensor gets the memory of the value that it reinterprets.
+    const ValueId owner = value.is_graph_input() ? value.base : memory_owner(tape, value.base);
+    if (owner != value.base && !tape.values[owner].is_graph_input()) bases.push_back(owner);
   }
   return bases;
 }

@@ -4,6 +4,7 @@
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/signature.h"
 #include "autobatch/kernels/gather.h"
 
@@ -37,6 +38,7 @@ class Splitter {
     put_in_rest(moved);
     for (ValueId id : values_) copy_graph_input(id);
     copy_writes();
+    find_sharers(split_.tape, tape_);
     install();
     split_.is_renumbered = true;
     split_.nodes = std::move(part_);

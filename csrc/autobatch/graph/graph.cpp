@@ -3,7 +3,9 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/foreign_memory.h"
+#include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/signature.h"
 #include "autobatch/graph/storage_aliases.h"
 #include "autobatch/graph/tensor_views.h"
 
@@ -225,6 +227,8 @@ void Graph::need_gradient(ValueId id) {
   if (!base.is_graph_input() || !base.requires_grad) return;
   GraphInput& input = tape_.graph_inputs[base.index];
   if (input.edge.is_valid() || !input.tensor.defined()) return;
+  // After a write to its base, autograd makes a view again. The ops must not be captured.
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   input.edge = torch::autograd::impl::gradient_edge(input.tensor);
 }
 
@@ -244,13 +248,6 @@ ValueId Tape::counted_in(ValueId id) const {
     if (!map.geometry->overlapping) return map.of;
   }
   return id;
-}
-
-bool Tape::is_looked_at(ValueId base) const {
-  for (ValueId id = base; id != kNone; id = values[id].next_view) {
-    if (values[id].tensor != nullptr) return true;
-  }
-  return false;
 }
 
 ValueId Graph::add_view(ValueId parent, const Geometry* geometry, int64_t offset,
@@ -282,6 +279,9 @@ NodeId Graph::add_node(Signature* signature, at::ArrayRef<ValueId> operands) {
   node.first_value = static_cast<ValueId>(tape_.values.size());
   tape_.operands.insert(tape_.operands.end(), operands.begin(), operands.end());
   tape_.nodes.push_back(node);
+  if (signature->op->reinterprets) {
+    tape_.sharers[tape_.values[operands[0]].base].push_back(node.first_value);
+  }
   return static_cast<NodeId>(tape_.nodes.size() - 1);
 }
 

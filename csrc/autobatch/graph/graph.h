@@ -199,7 +199,8 @@ struct Tape {
   std::unordered_map<ValueId, NodeId> written_at;
   // Maps the last content of a written memory to the version of the tensors on this memory.
   std::unordered_map<ValueId, uint32_t> versions;
-  std::unordered_map<ValueId, ElementMaps> element_maps;  // by view
+  std::unordered_map<ValueId, ElementMaps> element_maps;              // by view
+  std::unordered_map<ValueId, c10::SmallVector<ValueId, 2>> sharers;  // by base (shared_memory.h)
 
   const ElementMap* find_element_map(ValueId id, ValueId of) const;
   // The elements of `id` must share memory. Returns the outermost value with shared elements of
@@ -222,7 +223,8 @@ struct Tape {
       if (map.of != kNone) here.push_back(map);
     }
   }
-  // Whether a pending tensor stands for the value or a view of it.
+  // Whether a pending tensor stands for the value, a view of it, or a result that shares its
+  // memory.
   bool is_looked_at(ValueId base) const;
   // Whether a waiting node reads the value or a view of it. Nodes captured since the last read
   // (flush_progress.cpp) do not count.
@@ -484,8 +486,7 @@ class Graph {
   size_t num_finished_ = 0;                       // nodes in state kComputed or kGone
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
-  // Weak references to tensors that died on another thread, and the values that these tensors stood
-  // for.
+  // Weak references to tensors that died on another thread, and the values they stood for.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
   uint32_t next_trained_ = 0;  // number of the next graph input that requires grad

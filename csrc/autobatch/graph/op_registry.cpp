@@ -109,6 +109,8 @@ constexpr Override kOverrides[] = {
     // Views whose dtype or bits differ from their base.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},
+    {"aten::real", Action::kDecompose},
+    {"aten::imag", Action::kDecompose},
     {"aten::_conj", Action::kAtOnce},
     {"aten::_neg_view", Action::kAtOnce},
     {"aten::_fw_primal", Action::kAtOnce},
@@ -137,6 +139,15 @@ constexpr std::string_view kAlwaysDefer[] = {
 constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
+
+// Ops that copy memory which their result shares in eager mode.
+constexpr std::string_view kReinterpreting[] = {"autobatch::as_complex", "autobatch::as_real",
+                                                "autobatch::conjugate"};
+
+// Ops that behave in another way if the argument is a result of `_conj`.
+constexpr std::string_view kSeesConjugate[] = {"aten::is_conj", "aten::real",
+                                               "aten::imag",    "aten::view_as_real",
+                                               "aten::_conj",   "aten::_neg_view"};
 
 // Ops that return one bool for a whole tensor.
 constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
@@ -313,6 +324,9 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   info->num_arguments = schema.arguments().size();
   info->cuts_gradient = op.operator_name().name == "aten::detach";
+  info->conjugates = info->name == "autobatch::conjugate";
+  info->reinterprets = lists(kReinterpreting, info->name);
+  info->sees_conjugate = lists(kSeesConjugate, info->name);
   info->action = action_from_schema(op, schema);
   if (info->action != Action::kMutate) {
     info->view = find_view_function(info->name);
@@ -336,7 +350,8 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->is_verdict = lists(kVerdicts, info->name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
-  info->composite = is_composite(op);
+  // The op that a reinterpreting op calls would be captured as the reinterpreting op again.
+  info->composite = is_composite(op) && !info->reinterprets;
   // gru_cell is excluded: it writes to pieces of a tensor that autograd does not treat as views.
   info->decomposes = info->composite && info->name != "aten::gru_cell";
   info->is_dropout =

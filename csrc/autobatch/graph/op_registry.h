@@ -77,10 +77,13 @@ struct OpInfo {
   std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute and kOut
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
-  bool cuts_gradient = false;  // `detach`: the result requires no grad
-  bool unsafe_split = false;   // `unsafe_split` etc.: autograd does not treat results as views
-  bool integral_only = false;  // eager raises an error for floating-point tensors
-  bool always_defer = false;   // worth batching even on ordinary tensors
+  bool cuts_gradient = false;   // `detach`: the result requires no grad
+  bool reinterprets = false;    // copies memory that its result shares in eager (shared_memory.h)
+  bool conjugates = false;      // `autobatch::conjugate`, which stands for `_conj`
+  bool sees_conjugate = false;  // behaves in another way if its argument is a result of `_conj`
+  bool unsafe_split = false;    // `unsafe_split` etc.: autograd does not treat results as views
+  bool integral_only = false;   // eager raises an error for floating-point tensors
+  bool always_defer = false;    // worth batching even on ordinary tensors
   bool is_verdict = false;  // one bool of a whole tensor, usually read at once: not worth a flush
   bool random = false;
   bool composite = false;       // its kernel only calls other ops

@@ -308,6 +308,17 @@ void as_strided(Arguments arguments, ViewResult& result) {
   if (g.offset + last < start + tensor.numel()) give(result, std::move(g));
 }
 
+// memory_view(x, sizes, strides): a view of the memory of x that begins at the first element of x.
+// As in as_strided, the view may have elements between the elements of x. Their gradients go to the
+// tensor that owns the memory.
+void memory_view(Arguments arguments, ViewResult& result) {
+  ViewGeometry g = self(arguments);
+  const auto sizes = arguments[1].toIntVector(), strides = arguments[2].toIntVector();
+  g.sizes.assign(sizes.begin(), sizes.end());
+  g.strides.assign(strides.begin(), strides.end());
+  if (!overlaps(g.sizes, g.strides)) give(result, std::move(g));
+}
+
 void same(Arguments arguments, ViewResult& result) { give(result, self(arguments)); }
 
 struct Entry {
@@ -340,6 +351,7 @@ constexpr Entry kViews[] = {
     {"aten::detach", same},
     {"aten::alias", same},
     {"aten::as_strided", as_strided},
+    {"autobatch::memory_view", memory_view},
 };
 
 }  // namespace

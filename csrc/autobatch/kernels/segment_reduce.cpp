@@ -112,7 +112,7 @@ void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
   }
   std::vector<A> sum(static_cast<size_t>(inner * (1 + num_halvings(n))));
   sum_pairwise(row, first, n, inner, sum.data(), sum.data() + inner);
-  for (int64_t i = 0; i < inner; ++i) out[i] = static_cast<T>(sum[i]);
+  std::copy_n(sum.data(), inner, out);
 }
 
 bool all_equal(const Counts& counts, int64_t value) {

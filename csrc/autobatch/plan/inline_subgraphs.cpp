@@ -1,5 +1,6 @@
 // Unfolds subgraphs into their ops before a flush.
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/subgraph/subgraph.h"
 
 #include <algorithm>
@@ -41,6 +42,7 @@ class Unfolder {
       new_.written_at[number_[content]] = node_before_[when];
     }
     for (const auto& [content, version] : old_.versions) new_.versions[number_[content]] = version;
+    find_sharers(new_, old_);
     new_.graph_inputs = std::move(old_.graph_inputs);
     for (GraphInput& graph_input : new_.graph_inputs)
       graph_input.value = number_[graph_input.value];

@@ -435,8 +435,9 @@ Decomposition::Results call_with(const OpInfo& op, torch::jit::Stack arguments) 
 
 std::vector<const Decomposition*> find_decompositions(std::string_view op) {
   std::vector<const Decomposition*> found;
-  for (const DecompositionTable table : {DecompositionTable(kEntries), sparse_decompositions(),
-                                         layout_decompositions(), rearranging_decompositions()}) {
+  for (const DecompositionTable table :
+       {DecompositionTable(kEntries), complex_decompositions(), sparse_decompositions(),
+        layout_decompositions(), rearranging_decompositions()}) {
     for (const DecompositionEntry& entry : table) {
       if (entry.op == op) found.push_back(&entry.decomposition);
     }

@@ -41,6 +41,7 @@ struct DecompositionEntry {
   Decomposition decomposition;
 };
 using DecompositionTable = at::ArrayRef<DecompositionEntry>;
+DecompositionTable complex_decompositions();      // complex_views.cpp
 DecompositionTable sparse_decompositions();       // sparse_products.cpp
 DecompositionTable layout_decompositions();       // other_layouts.cpp
 DecompositionTable rearranging_decompositions();  // rearranging.cpp

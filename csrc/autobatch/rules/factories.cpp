@@ -3,6 +3,7 @@
 #include "autobatch/rules/factories.h"
 
 #include "autobatch/common/device_traits.h"
+#include "autobatch/rules/complex_views.h"
 #include "autobatch/rules/decompositions.h"
 #include "autobatch/rules/rule.h"
 
@@ -329,6 +330,10 @@ void register_memory_ops() {
     lib->def("with_values(Tensor self, Tensor values) -> Tensor", &with_values);
     lib->def("sparse_product(Tensor indices, Tensor values, Tensor x, int size) -> Tensor",
              &sparse_product);
+    lib->def("memory_view(Tensor(a) self, int[] size, int[] stride) -> Tensor(a)", &memory_view);
+    lib->def("as_complex(Tensor(a) self) -> Tensor(a)", &as_complex);
+    lib->def("as_real(Tensor(a) self) -> Tensor(a)", &as_real);
+    lib->def("conjugate(Tensor(a) self) -> Tensor(a)", &conjugate);
     lib->def("cell(Tensor[] inputs) -> Tensor[]", &cell_alone);
     return lib;
   }();

@@ -10,13 +10,13 @@ std::vector<const Rule*> find_native_rules(std::string_view op) {
   static const auto* rules = [] {
     auto* map = new std::unordered_map<std::string_view, std::vector<const Rule*>>();
     for (const auto& table :
-         {elementwise_rules(), pool_rules(),        conv_rules(),    encoder_rules(),
-          attention_rules(),   matmul_rules(),      product_rules(), recurrent_rules(),
-          rnn_rules(),         reduce_rules(),      shape_rules(),   index_rules(),
-          scatter_rules(),     batch_norm_rules(),  loss_rules(),    random_rules(),
-          memory_rules(),      row_rules(),         tail_rules(),    triangle_rules(),
-          point_loss_rules(),  group_norm_rules(),  glu_rules(),     ctc_rules(),
-          sparse_rules(),      generic_exceptions()}) {
+         {elementwise_rules(), pool_rules(),       conv_rules(),        encoder_rules(),
+          attention_rules(),   matmul_rules(),     product_rules(),     recurrent_rules(),
+          rnn_rules(),         reduce_rules(),     shape_rules(),       index_rules(),
+          scatter_rules(),     batch_norm_rules(), loss_rules(),        random_rules(),
+          memory_rules(),      row_rules(),        tail_rules(),        triangle_rules(),
+          point_loss_rules(),  group_norm_rules(), glu_rules(),         ctc_rules(),
+          sparse_rules(),      complex_rules(),    generic_exceptions()}) {
       for (const RuleEntry& entry : table) (*map)[entry.op].push_back(entry.rule);
     }
     return map;

@@ -158,6 +158,7 @@ RuleTable batch_norm_rules();
 RuleTable group_norm_rules();
 RuleTable glu_rules();
 RuleTable ctc_rules();
+RuleTable complex_rules();
 RuleTable sparse_rules();
 RuleTable loss_rules();
 RuleTable random_rules();

@@ -1,0 +1,28 @@
+// Tensors that read the memory of another tensor in another way, as view_as_complex(),
+// view_as_real() and conj() return them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+
+namespace autobatch {
+
+// How a tensor reads the memory of another tensor.
+struct Reading {
+  c10::ScalarType dtype;   // the dtype of the memory, its complex dtype, or its real dtype
+  bool conjugate = false;  // the values are the conjugates of the complex numbers in memory
+};
+
+// Returns a dense tensor [numel] over the memory of `memory`. The tensor begins `offset` elements
+// of `memory` after the start of `memory`. It has no history.
+at::Tensor reinterpreted(const at::Tensor& memory, const Reading& reading, int64_t offset,
+                         int64_t numel);
+
+// Returns the function that makes `view` of its base again, for autograd. Returns null if autograd
+// needs none, because both tensors read their storage in the same way.
+std::unique_ptr<torch::autograd::ViewFunc> make_view_function(const at::Tensor& base,
+                                                              const at::Tensor& view);
+
+}  // namespace autobatch

@@ -1,0 +1,34 @@
+// Views that read the memory of their base in another way: view_as_complex(), view_as_real() and
+// conj(). In a graph, all values of one memory are read alike. So a node copies the memory
+// (rules/complex_views.cpp), and its result is a memory of its own until the flush. Then the
+// tensors on both memories get one memory again (execute/materialize.cpp). A write reaches all
+// tensors that are real, but no values of the graph. So all tensors on such memories become real
+// together, and before a write to them.
+#pragma once
+
+#include "autobatch/graph/graph.h"
+
+namespace autobatch {
+
+// Fills in Tape::sharers, which maps a base to the results that share its memory in eager mode.
+// Must be called after the tape was made of `from` with other numbers.
+void find_sharers(Tape& tape, const Tape& from);
+
+// If `base` is the result of an op with OpInfo::reinterprets, returns the op's operand. Otherwise
+// returns kNone.
+ValueId reinterpreted_value(const Tape& tape, ValueId base);
+// Returns the owner of the memory that `base` shares in eager mode; `base` itself if it shares
+// none.
+ValueId memory_owner(const Tape& tape, ValueId base);
+// Whether `base` has the conjugate values of its memory in eager mode.
+bool is_conjugated(const Tape& tape, ValueId base);
+bool is_conjugated(const at::Tensor& tensor);  // the same for a pending tensor
+// Whether the pending tensor shares the memory of a value that is not its base in the graph.
+bool shares_memory(const at::Tensor& tensor);
+
+// Whether pending tensors stand for a result that shares the memory of `base`.
+bool is_shared(const Tape& tape, ValueId base);
+// The same for any base.
+bool has_shared_memory(const Tape& tape);
+
+}  // namespace autobatch
