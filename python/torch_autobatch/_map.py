@@ -166,7 +166,9 @@ def map(
                 )
     except TypeError as error:
         if not unpack and "required positional argument" in str(error):
-            error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
+            error.add_note(
+                "if the instances are tuples of arguments, call ab.map(..., unpack=True)"
+            )
         raise
     check_results("map", fn, *results)
     return results

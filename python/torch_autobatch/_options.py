@@ -74,7 +74,7 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
     if isinstance(function, torch.nn.Module):
         raise TypeError(
             f"{call}() decorates functions, and got a {type(function).__name__}: call the module "
-            "inside `with batch():`, or decorate the function that does"
+            "inside `with batch():`, or decorate the function that calls it"
         )
     if isinstance(function, type):
         raise TypeError(

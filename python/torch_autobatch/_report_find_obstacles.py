@@ -87,7 +87,7 @@ def _says_flush(one: Obstacle) -> str:
 def _says_paused(one: Obstacle) -> str:
     flushes = plural(one.count, "early flush")
     return (
-        f"{one.what}: {flushes} of few ops, so that deferring paused and about "
+        f"{one.what}: {flushes} of few ops, so deferring paused and about "
         f"{plural(one.ran, 'call')} ran at once"
     )
 
