@@ -82,29 +82,50 @@ def reasons(rows: Sequence[Row]) -> str:
     return table(["model", "in", "flushes, ops that run at once, batches"], lines) if lines else ""
 
 
+def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Returns eager / ours, by kind ("training, block") and model."""
+    return {
+        f"{phase}, {ours}": {
+            name(row): row.phases[phase].speed[ours][EAGER]
+            for row in rows
+            if phase in row.phases and ours in row.phases[phase].speed
+        }
+        for phase in (TRAINING, INFERENCE)
+        for ours in OURS
+    }
+
+
 def summary(rows: Sequence[Row]) -> str:
-    """How many are faster, and what isn't."""
-    text = ""
-    for phase in (TRAINING, INFERENCE):
-        for ours in OURS:
-            ratios = {
-                name(row): row.phases[phase].speed[ours][EAGER]
-                for row in rows
-                if phase in row.phases and ours in row.phases[phase].speed
-            }
-            slow = sorted((ratio, model) for model, ratio in ratios.items() if ratio < 1)
-            text += (
-                f"- {phase}, {ours}: {len(ratios) - len(slow)} of {len(ratios)} faster than eager."
-            )
-            if slow:
-                text += " Slower: " + ", ".join(f"{m} {ratio:.2f}" for ratio, m in slow) + "."
-            text += "\n"
+    """Returns how many models are faster than eager mode, by kind."""
+    lines = []
+    for kind, ratios in _ratios(rows).items():
+        fast = sum(ratio >= 1 for ratio in ratios.values())
+        lines.append([kind, f"{fast} of {len(ratios)}"])
     packages = len({row.package for row in rows})
-    return f"{len(rows)} models of {packages} packages.\n\n{text}"
+    counts = table(["kind", "models that are faster than eager mode"], lines)
+    return f"{len(rows)} models of {packages} packages.\n\n{counts}"
+
+
+def slower(rows: Sequence[Row]) -> str:
+    """Returns the table of models that are slower than eager mode."""
+    ratios = _ratios(rows)
+    lines = []
+    for model in map(name, rows):
+        found = [of_kind.get(model, 1.0) for of_kind in ratios.values()]
+        if min(found) < 1:
+            lines.append([model, *(f"{ratio:.2f}" if ratio < 1 else "" for ratio in found)])
+    if not lines:
+        return ""
+    return (
+        "The table gives eager / ours for the models that are slower than eager mode. A cell is "
+        "empty if\nthe model is not slower, or was not measured. A ratio just below 1 is rounded "
+        "to 1.00.\n\n" + table(["model", *ratios], lines)
+    )
 
 
 def markdown(rows: Sequence[Row]) -> str:
     sections: list[tuple[str, Callable[[], str]]] = [
+        ("Slower than eager mode", lambda: slower(rows)),
         ("Training step", lambda: speed(rows, TRAINING)),
         ("Inference", lambda: speed(rows, INFERENCE)),
         ("Why it flushes", lambda: reasons(rows)),

@@ -229,9 +229,8 @@ PYBIND11_MODULE(_C, m) {
     return autobatch::empty_cache();
   };
   m.def("empty_cache", empty_cache,
-        "Gives the memory that is kept for the next block's buffers back to the system. At most "
-        "256 MiB are kept, and of these what recent blocks had a use for; and the schedules that "
-        "are kept. Returns how many bytes they were.");
+        "Frees the buffers (at most 256 MiB) and the schedules that the library keeps for later "
+        "blocks. Returns the number of freed bytes.");
   autobatch::add_cell_type(m.ptr());
   autobatch::add_cell_functions(m.ptr());
   autobatch::bind_compiled_subgraphs(m.ptr());

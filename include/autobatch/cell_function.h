@@ -68,8 +68,8 @@ template <class T, class Enable = void>
 struct Value {
   static_assert(!sizeof(T),
                 "a cell takes and returns tensors, numbers, enumerators and strings, in "
-                "pairs, tuples, arrays, vectors and optionals; capture anything else in "
-                "its function");
+                "pairs, tuples, arrays, vectors and optionals; the function of the cell can "
+                "capture other values");
 };
 
 template <class T>

@@ -16,7 +16,7 @@ def cmake_dir() -> Path:
     path = Path(ab.__file__).resolve().parent / "share" / "cmake" / "Autobatch"
     if not (path / "AutobatchConfig.cmake").exists():
         raise SystemExit(
-            f"error: {path} has no AutobatchConfig.cmake; install the package, or run "
+            f"error: {path} has no AutobatchConfig.cmake. Install the package, or run "
             "'python setup.py build_ext --inplace' in its source directory"
         )
     return path
@@ -48,19 +48,27 @@ def main(arguments: list[str] | None = None) -> None:
     what.add_argument(
         "--cmake-dir",
         action="store_true",
-        help="the directory for CMake's -DAutobatch_DIR=, for find_package(Autobatch)",
+        help="print the directory for CMake's -DAutobatch_DIR=, for find_package(Autobatch)",
     )
     what.add_argument("--version", action="version", version=ab.__version__)
-    what.add_argument("--info", action="store_true", help="versions, CUDA, policies, where it is")
+    what.add_argument(
+        "--info",
+        action="store_true",
+        help="print the versions, CUDA support, policies and location of the package",
+    )
     commands = parser.add_subparsers(dest="command")
-    commands.add_parser("doctor", help="what is fast here, and a check against eager")
+    commands.add_parser(
+        "doctor",
+        help="print the fast paths of this machine, and compare small models with eager mode",
+    )
     runs = commands.add_parser("run", help="run a script, and print advice on its blocks")
     runs.add_argument(
-        "--save", help="a file for the largest block: .html (a picture), .json, .dot or .txt"
+        "--save",
+        help="save the report of the largest block: a .html (picture), .json, .dot or .txt file",
     )
     runs.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
     runs.add_argument("program", help="a script, or with -m a module")
-    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
+    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
         _check_run(runs, chosen)
@@ -70,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     elif chosen.cmake_dir or chosen.info:
         print(cmake_dir() if chosen.cmake_dir else info())
     else:
-        parser.error("say what to do: run, doctor, --info, --cmake-dir or --version")
+        parser.error("expected one of run, doctor, --info, --cmake-dir and --version")
 
 
 if __name__ == "__main__":

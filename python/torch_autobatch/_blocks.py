@@ -84,8 +84,8 @@ def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:
     ]
     if without:
         warnings.warn(
-            f"batch({', '.join(without)}) inside another block has no effect: it joins the outer "
-            "one, whose options count. Give them to that.",
+            f"batch({', '.join(without)}) inside another block has no effect. The inner block "
+            "joins the outer block. Pass these options to the outer block.",
             RuntimeWarning,
             stacklevel=_level_of_user(),
         )

@@ -96,7 +96,9 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
     if isinstance(function, nn.Module) and not isinstance(function, torch.jit.ScriptModule):
         return _as_cell(function, options)
     if not callable(function):
-        raise TypeError(f"cell() takes something that can be called, not {type(function).__name__}")
+        raise TypeError(
+            f"cell() expects a function or another callable, not {type(function).__name__}"
+        )
     return _wrap(function, options)
 
 

@@ -187,7 +187,7 @@ class DynamicCell:
             return call.result
         before, now = group.program.made, call.program.made
         if before is not now and any(ours is theirs for ours in before for theirs in now):
-            calls.why = Reason("it returns an object that was there before", "")
+            calls.why = Reason("it returns an object that existed before the call", "")
             calls.groups.remove(group)
             return call.result
         group.add(arguments, *self._place(args))
@@ -208,7 +208,7 @@ class DynamicCell:
         if len(live) >= _MOST_PROGRAMS:
             other = live[-1].program.difference(program)
             assert other is not None
-            text = f"it does something else for other sizes ({other.text})"
+            text = f"it behaves differently for other sizes ({other.text})"
             calls.why = Reason(text, other.place)
         found = [*guards, *call.attributes.guards()]
         group = _Group(program, _C.CellGuards(found, program.weights()))
@@ -230,7 +230,10 @@ class DynamicCell:
             call.program = None
             calls.kept += 1
             if calls.kept == _MOST_PROGRAMS:  # a later call may find what an earlier one kept
-                call.why = Reason("it keeps a size in a table or an object", self._line(args))
+                call.why = Reason(
+                    "it stores a size in a dict or an object that outlives the call",
+                    self._line(args),
+                )
         return call
 
     def _record(
@@ -273,16 +276,18 @@ class DynamicCell:
                 return self._record(calls, arguments, args, kwargs, found_numbers)
             # The code may need ordinary numbers (``json.dumps(n)``). Else it fails again.
             result = self.__wrapped__(*args, **kwargs)
-            text = f"with a size that is traced, it raises {failure.__name__}"
+            text = f"it raises {failure.__name__} if a size is a traced number instead of an int"
             return _Traced(result, None, Reason(text, self._line(args)), attributes)
         program = trace.finish(result)
         trace.make_plain()
         make_plain(result)
         why = trace.why
         if program is not None and not others.is_empty():
-            why = Reason("it changes an object that held no tensors", "")
+            why = Reason("it changes an argument that contained no tensors", "")
         elif program is not None and attributes.hold(arguments.tensors()):
-            why = Reason("an argument is a tensor that it knows by another name too", "")
+            why = Reason(
+                "an argument is a tensor that the function also accesses by another name", ""
+            )
         may_refuse = not calls.has_refused_hashes and not arguments.containers
         if trace.has_hashed and not trace.has_effects and may_refuse:
             calls.hashes, calls.has_refused_hashes = False, True
@@ -309,7 +314,7 @@ class DynamicCell:
 
     def _refuse_arguments(self, args: tuple[Any, ...]) -> None:
         if self._why_no_key is None:
-            text = "an argument has neither a value nor an identity to compare"
+            text = "an argument has a type that cannot be compared between calls"
             self._why_no_key = Reason(text, self._line(args))
         _C.note_plain_cell(self._name(), self._why_no_key.text, self._why_no_key.place)
 

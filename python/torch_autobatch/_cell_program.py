@@ -85,7 +85,7 @@ def quoted(key: Any) -> str:
     """
     found = repr(key)
     if VARIABLE.search(found):
-        raise UntraceableError(f"a key or name in its result is {found}")
+        raise UntraceableError(f"the string {found} has the form of a variable of the trace")
     return found
 
 
@@ -137,9 +137,9 @@ class Program:
                 steps = (self._readable(ours.source), other._readable(theirs.source))
                 return Reason(", then ".join(map(_shortened, steps)), ours.place)
         if len(self.lines) != len(other.lines):
-            return Reason(f"{len(self.lines)} steps, then {len(other.lines)}", "")
+            return Reason(f"{len(self.lines)} steps, then {len(other.lines)} steps", "")
         if self.returned != other.returned:
-            return Reason("another result", "")
+            return Reason("a different result", "")
         for name, ours in self.constants.items():
             if not are_the_same(ours, other.constants[name]):
                 steps = (repr(ours), repr(other.constants[name]))

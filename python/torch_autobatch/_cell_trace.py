@@ -206,7 +206,7 @@ class Trace(TorchFunctionMode):
         if torch.is_grad_enabled() != self._grad:
             raise UntraceableError("an autograd.Function runs in it")
         if context() != self._context:
-            raise UntraceableError(f"autocast or another mode begins in it (at {name})")
+            raise UntraceableError(f"it enters autocast or another mode (at {name})")
         if name == "register_hook":
             make_closure_plain(args[1])
             raise UntraceableError("it registers a hook")
@@ -215,7 +215,7 @@ class Trace(TorchFunctionMode):
         if changes_shape(name):
             raise UntraceableError(f"it changes the shape of a tensor in place ({name})")
         if may_write(func):
-            raise UntraceableError(f"it calls an op that writes ({name})")
+            raise UntraceableError(f"it calls an op that writes to a tensor ({name})")
         if name == "__get__grad":
             raise UntraceableError("it reads .grad")
         if name == "contiguous" or "memory_format" in kwargs:
@@ -242,7 +242,7 @@ class Trace(TorchFunctionMode):
     def _ask_layout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds a condition on the strides: they decide whether the call makes a copy."""
         if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
-            raise UntraceableError("it asks for another memory format")
+            raise UntraceableError("it requests a memory format that is not contiguous_format")
         if self.has_effects and self._owns_all(args[:1]):
             # After effects, a condition could not be met by running the function instead. Without
             # writes, it makes no difference whether the result is a copy.
@@ -421,12 +421,10 @@ class Trace(TorchFunctionMode):
         first = [line for line, may_go in zip(lines, may_go_first, strict=True) if may_go]
         rest = [line for line, may_go in zip(lines, may_go_first, strict=True) if not may_go]
         if self.has_effects and any(line.is_condition for line in rest):
-            raise UntraceableError("it writes to a tensor before it asks for the size of a result")
+            raise UntraceableError("it writes to a tensor before it reads the size of a result")
         may_draw_again = asks_after_draws(rest)
         if may_draw_again and any(map(draws_elsewhere, self.constants.values())):
-            raise UntraceableError(
-                "it draws random numbers before it asks for the size of a result"
-            )
+            raise UntraceableError("it draws random numbers before it reads the size of a result")
         return Program(
             self.inputs,
             (*first, *rest),
@@ -468,7 +466,7 @@ class Trace(TorchFunctionMode):
             return self._expression(value)
         if isinstance(value, (type, torch.dtype, torch.device)) or value is DELETED:
             return self._constant(value)
-        raise UntraceableError("its result is of a kind that can't be made again")
+        raise UntraceableError("it returns a kind of object that a replay cannot construct")
 
     def _dict_of_fields(self, value: Any) -> str:
         attributes, kind = vars(value), self._constant(type(value))
@@ -485,13 +483,13 @@ class Trace(TorchFunctionMode):
         """Notes an object that the program makes. It may occur in the result only once."""
         if isinstance(value, (list, dict)) or is_object(value):
             if id(value) in self._made:
-                raise UntraceableError("its result has an object in two places")
+                raise UntraceableError("its result contains the same object twice")
             self._made.add(id(value))
             self._made_objects.append(value)
 
     def _new_object(self, value: Any) -> str:
         if has_slots(value):
-            raise UntraceableError("its result is of a class with __slots__")
+            raise UntraceableError("it returns an object of a class with __slots__")
         self._note_made(value)
         attributes = structure_of(vars(value), self._result)
         return f"{self._constant(make)}({self._constant(type(value))}, {attributes})"

@@ -43,7 +43,7 @@ def compile_body(body: _C.Body, operands: Sequence[Tensor]) -> Code | None:
             _known[key] = Code(body, [t if o.is_weight else t[:_SAMPLE] for t, o in pairs])
         except Exception as error:  # whatever Inductor, its compiler or a rule raises
             _known[key] = None
-            _warn(f"a cell of {body.names()}", error)
+            _warn(f"the cell with the ops {body.names()}", error)
     return _known[key]
 
 
@@ -87,7 +87,9 @@ class Code:
         names = {node.name for joint in joints.values() for node in joint.saved()}
         saved = [node for node in whole.module.graph.nodes if node.name in names]
         if len(saved) < len(names):
-            raise UnsupportedError("what its backward reads depends on where gradients come from")
+            raise UnsupportedError(
+                "the tensors that its backward reads depend on which results have gradients"
+            )
         places = {node: (False, k) for k, node in enumerate(whole.results)}
         extra: list[Any] = []
         for node in saved:
@@ -95,7 +97,9 @@ class Code:
                 slot = whole.operands.index(node)
                 places[node] = (True, slot)
                 if body.operands[slot].is_weight and not body.operands[slot].is_saved:
-                    raise UnsupportedError("its backward reads a weight that eager's does not")
+                    raise UnsupportedError(
+                        "its backward reads a weight that eager's backward does not read"
+                    )
             elif node not in places:
                 places[node] = (False, self._num_results + len(extra))
                 extra.append(node)
@@ -184,7 +188,7 @@ class _Backward:
             self._compiled = compiled
         except Exception as error:  # as in compile_body
             self._failed = True
-            _warn("its backward", error)
+            _warn("the backward of a cell", error)
 
     def _parts(self, outputs: Sequence[Tensor], saved: Sequence[Tensor]) -> list[_Part]:
         found: list[_Part] = []
@@ -217,7 +221,7 @@ def _masks(body: _C.Body) -> list[int]:
         if result.requires_grad:
             masks |= {body.closure(mask | 1 << k) for mask in masks}
     if len(masks) > _MOST_MASKS:
-        raise NotImplementedError("it has many results that gradients can come from")
+        raise NotImplementedError("it has too many results that require grad")
     return sorted(masks - {0}) or [0]
 
 
@@ -252,7 +256,7 @@ def _check(body: _C.Body, code: Code, sample: Sequence[Tensor]) -> None:
         ]
         for slot, grads in zip(wanted, zip(*each, strict=True), strict=True):
             if any(g is None for g in grads) != (slot not in found):
-                raise RuntimeError("it has other gradients than eager")
+                raise RuntimeError("another set of operands has gradients than in eager mode")
             if slot in found:
                 whole = torch.stack(grads)
                 whole = whole.sum(0) if body.operands[slot].is_weight else whole
@@ -288,8 +292,8 @@ def _whole_gradients(parts: Sequence[_Part], body: _C.Body, members: int) -> dic
 def _compare(what: str, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     for out, expected in pairs:
         if out.shape != expected.shape or out.dtype != expected.dtype:
-            raise RuntimeError(f"{what} is of another shape or type than eager's")
+            raise RuntimeError(f"{what} differs from eager mode in shape or dtype")
         scale = expected.abs().nan_to_num(0, 0, 0).max().item() if expected.numel() else 0.0
         tolerance = _TOLERANCES.get(expected.dtype, 5e-2)
         if not torch.allclose(out, expected, tolerance, tolerance * scale, equal_nan=True):
-            raise RuntimeError(f"{what} is another than eager's")
+            raise RuntimeError(f"{what} differs from eager mode in value")

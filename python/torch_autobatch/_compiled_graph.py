@@ -95,7 +95,9 @@ class Joint:
         with torch.inference_mode(False), torch.enable_grad(), fakes.mode:
             self.module = make_fx(self._run)(*given)
         if fakes.n.node.maybe_as_int() is not None:
-            raise UnsupportedError("an op's batching rule is for a fixed number of members")
+            raise UnsupportedError(
+                "the batching rule of an op works for one number of members only"
+            )
         self.module.graph.eliminate_dead_code()
         nodes = list(self.module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -173,7 +175,9 @@ class Joint:
         found: dict[fx.Node, None] = {}
         for node in self.others:
             if not self._can_save(node):
-                raise UnsupportedError("a product of what no op has made")
+                raise UnsupportedError(
+                    "an operand of a product is neither an input of the cell nor an op's result"
+                )
             found[node] = None
         seen: set[fx.Node] = set()
         stack = list(self.outputs)
@@ -288,7 +292,7 @@ def _part(
             copies[node] = graph.call_function(torch.ops.aten.sym_size.int, (copies[of], 0))
             copies[node].meta = dict(node.meta)
         elif node.op == "placeholder":
-            raise UnsupportedError("its backward reads more than forward keeps")
+            raise UnsupportedError("its backward reads a value that its forward does not save")
         elif _is_tanh(node):
             copies[node] = tanh(fx.Proxy(copies[node.all_input_nodes[0]])).node
         else:

@@ -210,7 +210,7 @@ class Run:
         padding, by_frequency, sparse = self.body.arguments(step.node)[2:5]
         slot, swapped = self.weights.get(table, (-1, True))
         if swapped or by_frequency or sparse or indices not in self.stacked:
-            raise UnsupportedError("an embedding of this kind")
+            raise UnsupportedError("an embedding with these arguments is not supported")
         found = self.values[indices]
         out = torch.nn.functional.embedding(found, self.values[table].detach())
         if self._wants(slot):

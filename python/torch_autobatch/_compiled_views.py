@@ -117,7 +117,7 @@ def view(
     """
     sizes = list(x.shape[lead:])
     if math.prod(to) == 0:
-        raise UnsupportedError("a view without elements")
+        raise UnsupportedError("a view has no elements")
     dense = _is_row_major(sizes, strides)
     whole = offset == 0 and math.prod(sizes) == math.prod(to)
     if dense and whole and _is_row_major(to, to_strides):
@@ -130,5 +130,5 @@ def view(
             flat = x.reshape(*x.shape[:lead], *fine)
             out = _matched(flat, lead, row_major(fine), to, to_strides, offset)
     if out is None:
-        raise UnsupportedError("a view that is no slice, permutation or reshape")
+        raise UnsupportedError("a view is not a slice, permutation or reshape")
     return out

@@ -51,8 +51,8 @@ class Check:
         except BaseException as error:
             if error.__traceback__ is not None:
                 error.__traceback__ = error.__traceback__.tb_next  # without this function
-            note = "torch_autobatch.batch() let this check wait until its value was computed"
-            error.add_note(note + (f"; it was asked for at {asked}" if asked else ""))
+            note = "torch_autobatch.batch() deferred this check until its value was computed"
+            error.add_note(note + (f"; the program made the check at {asked}" if asked else ""))
             return error
         return RuntimeError(f"torch_autobatch: a check in {self.code.co_qualname} failed")
 

@@ -18,11 +18,12 @@ def fast_paths() -> list[str]:
     off = [name for name, (_, is_on, _) in _C.switches().items() if not is_on]
     return [
         *(f"{_mark(False)} {name} (AUTOBATCH_DISABLE)" for name in off),
-        f"{_mark(has_kernels)} kernels of our own for this CPU ({capability}; AVX2 or AVX-512)",
+        f"{_mark(has_kernels)} torch_autobatch's kernels for CPUs with AVX2 or AVX-512 (this is "
+        f"{capability})",
         f"{_mark('without CUDA' not in _C.build_info())} CUDA kernels",
         f"{_mark(is_311)} quick check whether a module has changed (needs Python 3.11; this is "
         f"{sys.version_info.major}.{sys.version_info.minor})",
-        f"{_mark(is_311)} tensor objects that are used again (Python 3.11 alone)",
+        f"{_mark(is_311)} reuse of tensor objects (needs Python 3.11)",
     ]
 
 
@@ -86,7 +87,7 @@ def check() -> list[tuple[str, float, Exception | None]]:
     for name, model, way in (
         ("batch(), a recurrent network", _Recurrent(), _in_block),
         ("batch(), a loop that reads values", _Reader(), _in_block),
-        ("map(), the same", _Reader(), _in_map),
+        ("map(), the same loop", _Reader(), _in_map),
     ):
         model.double()
         try:
@@ -112,11 +113,15 @@ def main(info: str) -> int:
     print("\nfast paths")
     for line in fast_paths():
         print(f"  {line}")
-    print("\nresults and gradients against eager")
+    print("\nresults and gradients compared with eager mode")
     is_right = True
     for name, worst, error in check():
         ok = error is None and worst < 1e-9
         is_right &= ok
-        what = f"{type(error).__name__}: {error}" if error else f"differs by {worst:.1e} at most"
+        what = (
+            f"{type(error).__name__}: {error}"
+            if error
+            else f"largest relative difference {worst:.1e}"
+        )
         print(f"  {'ok    ' if ok else 'FAILED'} {name}: {what}")
     return 0 if is_right else 1

@@ -110,14 +110,14 @@ class Engine(Generic[_R]):
         if max_delay < 0 or slice_time <= 0:
             raise ValueError(
                 f"Engine(max_delay={max_delay}, slice_time={slice_time}): expected seconds, "
-                "max_delay at least 0 and slice_time more"
+                "max_delay at least 0 and slice_time more than 0"
             )
         if watchdog is not None and watchdog <= 0:
-            raise ValueError(f"Engine(watchdog={watchdog}): expected seconds more than 0, or None")
+            raise ValueError(f"Engine(watchdog={watchdog}): expected more than 0 s, or None")
         if _is_async(fn):
             raise TypeError(
-                f"Engine: {fn!r} is an async function, which awaits on an event loop; give a plain "
-                "function, and await engine(x)"
+                f"Engine: {fn!r} is an async function. Pass a function without async, and await "
+                "engine(x)"
             )
         self.fn = fn
         self.name = name or getattr(fn, "__name__", type(fn).__name__)
@@ -231,8 +231,8 @@ class Engine(Generic[_R]):
         """
         if not self._yields:
             raise TypeError(
-                f"Engine.stream(): {self.name!r} is no generator function; use submit(), or yield "
-                "parts of the result"
+                f"Engine.stream(): {self.name!r} is not a generator function. Call submit() "
+                "instead, or let the function yield the parts of its result"
             )
         if buffer < 1:
             raise ValueError(f"Engine.stream(buffer={buffer}): expected at least 1")
@@ -259,8 +259,8 @@ class Engine(Generic[_R]):
         loop = self._loop
         if os.getpid() != self._process:
             raise RuntimeError(
-                f"Engine {self.name!r} was made in another process, and its thread is there; make "
-                "one in each process, after the fork"
+                f"Engine {self.name!r} was created in another process, and its thread does not run "
+                "in this process. Create an engine in each process, after the fork"
             )
         with loop.lock:
             if loop.closing:
@@ -313,8 +313,8 @@ class Engine(Generic[_R]):
             found = _roots(_modules_behind(self.fn))
             if len(found) != 1:
                 raise ValueError(
-                    f"Engine.update(): {self.name!r} uses {len(found)} modules that can be found; "
-                    "say which: update(state_dict, module)"
+                    f"Engine.update(): found {len(found)} modules of {self.name!r}, expected one. "
+                    "Pass the module: update(state_dict, module)"
                 )
             module = found[0]
         return self.between(
@@ -486,8 +486,8 @@ def _warn_of_training(fn: Any) -> None:
     if training:
         names = ", ".join(sorted({type(module).__name__ for module in training}))
         warnings.warn(
-            f"ab.Engine: {names} is in training mode, so that dropout and batch_norm act as in "
-            "training; call eval() first",
+            f"ab.Engine: {names} is in training mode, so dropout and batch norm behave as in "
+            "training. Call eval() before you create the engine",
             UserWarning,
             stacklevel=3,
         )

@@ -122,7 +122,10 @@ class Loop:
                         pass
                     del self._server
         except BaseException as error:
-            logger.exception("the thread of an ab.Engine failed; its requests fail with it")
+            logger.exception(
+                "the thread of an ab.Engine raised an exception; all its requests fail with this "
+                "exception"
+            )
             self.failure = error
             self._fail_all(error)
 

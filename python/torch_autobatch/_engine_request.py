@@ -33,8 +33,8 @@ class QueueFull(RuntimeError):  # noqa: N818  (as queue.Full)
 
     def __init__(self, queued: float, limit: float, retry_after: float) -> None:
         super().__init__(
-            f"the engine's queue is full: {queued:g} of max_queue={limit:g} wait. Try again in "
-            f"about {retry_after:.2g} s, raise max_queue, or start another engine"
+            f"the engine's queue is full: {queued:g} requests wait, and max_queue={limit:g}. Try "
+            f"again in about {retry_after:.2g} s, increase max_queue, or start another engine"
         )
         self.queued = queued
         self.limit = limit
@@ -140,7 +140,7 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
     """
     request = _current.get(None)
     if request is None:
-        raise RuntimeError("ab.generator(): only in a function that an ab.Engine runs")
+        raise RuntimeError("ab.generator() works only in a function that an ab.Engine runs")
     made = torch.Generator(device)
     if request.seed is None:
         made.seed()

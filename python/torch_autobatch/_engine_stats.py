@@ -103,16 +103,21 @@ class Collector:
         core, stats = self._core, self._engine.stats()
         labels = [stats["name"]]
         requests = core.CounterMetricFamily(
-            "autobatch_requests", "Requests by how they ended.", labels=["engine", "outcome"]
+            "autobatch_requests", "Ended requests, by outcome.", labels=["engine", "outcome"]
         )
         for outcome in ("finished", "failed", "cancelled", "timed_out", "rejected"):
             requests.add_metric([*labels, outcome], stats[outcome])
         yield requests
-        for name, text in (("queued", "Requests that wait."), ("live", "Requests under way.")):
+        for name, text in (
+            ("queued", "Requests that wait in the queue."),
+            ("live", "Requests that run."),
+        ):
             gauge = core.GaugeMetricFamily(f"autobatch_{name}", text, labels=["engine"])
             gauge.add_metric(labels, stats[name])
             yield gauge
-        slices = core.CounterMetricFamily("autobatch_slices", "Slices run.", labels=["engine"])
+        slices = core.CounterMetricFamily(
+            "autobatch_slices", "Slices (groups of batches) that ran.", labels=["engine"]
+        )
         slices.add_metric(labels, stats["slices"])
         yield slices
         for name, text in (
@@ -126,13 +131,15 @@ class Collector:
                 gauge.add_metric([*labels, f"{quantile / 100:g}"], stats[name][f"p{quantile}"])
             yield gauge
         share = core.GaugeMetricFamily(
-            "autobatch_time_share", "Share of the time per stage.", labels=["engine", "stage"]
+            "autobatch_time_share",
+            "Share of the engine's time, by stage.",
+            labels=["engine", "stage"],
         )
         for stage, value in stats["time_share"].items():
             share.add_metric([*labels, stage], value)
         yield share
         width = core.GaugeMetricFamily(
-            "autobatch_batch_width", "Mean width of batches.", labels=["engine", "op"]
+            "autobatch_batch_width", "Mean number of ops in a batch.", labels=["engine", "op"]
         )
         for op, value in stats["batch_width"].items():
             width.add_metric([*labels, op], value)

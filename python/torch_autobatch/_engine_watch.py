@@ -44,19 +44,19 @@ class Watchdog:
 
     def _describe(self, stood: float) -> str:
         frame = sys._current_frames().get(self._watched.ident or 0)
-        waiting = f"{self._loop.num_live} requests are under way, {len(self._loop.queue)} wait"
+        waiting = f"{self._loop.num_live} requests run, {len(self._loop.queue)} wait in the queue"
         name = self._watched.name
         if frame is None:
-            return f"{name}: has not gone on for {stood:.3g} s; {waiting}"
+            return f"{name}: no progress for {stood:.3g} s; {waiting}"
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         request = _request_of(frame)
         stack = "".join(traceback.format_stack(frame))
         if request is None:
-            return f"{name}: has not gone on for {stood:.3g} s, at {where}; {waiting}\n{stack}"
+            return f"{name}: no progress for {stood:.3g} s, at {where}; {waiting}\n{stack}"
         return (
             f"{name}: request {request} blocks all others for {stood:.3g} s, at {where}. Code that "
-            "an engine runs must not wait (for a lock, the network, time.sleep); do that before "
-            f"submit() or in its caller. {waiting}\n{stack}"
+            "an engine runs must not wait (for a lock, the network, time.sleep). Wait before "
+            f"submit(), or in the code that calls it. {waiting}\n{stack}"
         )
 
 

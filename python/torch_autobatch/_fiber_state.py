@@ -162,7 +162,8 @@ def note_shared_state(error: BaseException) -> None:
             continue
         error.add_note(
             f"raised in {code.co_qualname} at {code.co_filename}:{line}. If this context manager "
-            "keeps a stack for the whole process, the instances of ab.map share it, for they take "
-            "turns where they read values: ab.register_fiber_state gives each instance its own"
+            "keeps a stack for the whole process, the instances of ab.map share it, because they "
+            "take turns when they read values. Call ab.register_fiber_state to give each instance "
+            "its own stack"
         )
         return

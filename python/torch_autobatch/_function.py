@@ -105,7 +105,7 @@ def leave_trace(arguments: Any) -> Any:
 
 def _reason(function: Any) -> str:
     if not issubclass(function, Function):
-        return "custom autograd function of a class that is not autograd.Function"
+        return "custom autograd function of a class that does not derive from autograd.Function"
     has_rule = function.vmap is not Function.vmap
     if function.generate_vmap_rule and has_rule:
         return "custom autograd.Function with generate_vmap_rule = True and a vmap staticmethod"
@@ -133,7 +133,7 @@ def _key(argument: Any, where: str) -> Hashable:
         return kind, tuple(_key(a, where) for a in argument)
     raise _DeclinedError(
         f"custom autograd.Function called with a {kind.__name__}, which may change before the call "
-        f"is run ({where}; tensors, numbers, strings and tuples of these do not)"
+        f"runs ({where}; allowed: tensors, numbers, strings and tuples of these)"
     )
 
 
@@ -192,7 +192,7 @@ def _key_of_variable(contents: Any) -> Hashable:
     except _DeclinedError:
         raise _DeclinedError(
             f"custom autograd.Function that closes over a {type(contents).__name__}, which may "
-            "change before the call is run (numbers, strings, tuples of these and functions do not)"
+            "change before the call runs (allowed: numbers, strings, tuples of these and functions)"
         ) from None
 
 
@@ -243,7 +243,10 @@ def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
         with call.variables.bound():
             outputs = apply(*call.arguments(tensors))
         if call.way.raised and not call.way.reason:
-            call.way.reason = "custom autograd.Function that raises an error of zeros and of ones"
+            call.way.reason = (
+                "custom autograd.Function that raises an error when it is called with tensors of "
+                "zeros or ones"
+            )
         _keep_with_graph(call, outputs)
     return outputs
 
@@ -294,7 +297,7 @@ def _results(outputs: Any) -> tuple[Any, ...]:
 def _check_outputs(outputs: Any) -> None:
     results = _results(outputs)
     if not results or any(type(r) is not torch.Tensor for r in results):
-        raise _DeclinedError("custom autograd.Function that returns something else than tensors")
+        raise _DeclinedError("custom autograd.Function that returns something other than tensors")
 
 
 def _check_attributes(outputs: Any, way: _Way, shapes: list[Any]) -> None:
@@ -304,11 +307,13 @@ def _check_attributes(outputs: Any, way: _Way, shapes: list[Any]) -> None:
     attributes = dict(vars(nodes[0]))
     if any(_holds_tensor(value) for value in attributes.values()):
         raise _DeclinedError(
-            "custom autograd.Function that keeps a tensor in ctx other than by save_for_backward"
+            "custom autograd.Function that stores a tensor in ctx without save_for_backward"
         )
     before, way.tried = way.tried, (shapes, attributes)
     if before is not None and before[0] == shapes and not _are_equal(before[1], attributes):
-        raise _DeclinedError("custom autograd.Function that keeps in ctx what follows from values")
+        raise _DeclinedError(
+            "custom autograd.Function that stores data in ctx that depends on tensor values"
+        )
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -129,8 +129,8 @@ def map(
     _check(fn, max_live, unpack, return_exceptions, enabled)
     if more and unpack:
         raise TypeError(
-            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables: "
-            "leave unpack out, or zip them"
+            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables. "
+            "Remove unpack=True, or zip the iterables"
         )
     if more:
         instances, unpack = zip(instances, *more, strict=False), True
@@ -166,7 +166,9 @@ def map(
                 )
     except TypeError as error:
         if not unpack and "required positional argument" in str(error):
-            error.add_note("if instances are tuples of arguments: ab.map(..., unpack=True)")
+            error.add_note(
+                "if the instances are tuples of arguments, call ab.map(..., unpack=True)"
+            )
         raise
     check_results("map", fn, *results)
     return results
@@ -180,11 +182,11 @@ def _check(
     ``batch`` checks the options that both have.
     """
     if not callable(fn):
-        raise TypeError(f"map(): expected a function, got {fn!r}; it comes first, as in map")
+        raise TypeError(f"map(): expected a function as the first argument, got {fn!r}")
     if is_async(fn):
         raise TypeError(
-            f"map() can't run the async function {name_of(fn)!r}: its calls would be "
-            "coroutines that nobody awaits. Give it a function that does not await."
+            f"map() can't run the async function {name_of(fn)!r}: its calls return coroutines, "
+            "which map() does not await. Pass a function that does not await."
         )
     check_count("map", "max_live", max_live)
     truths = {"unpack": unpack, "return_exceptions": return_exceptions, "enabled": enabled}

@@ -74,7 +74,7 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
     if isinstance(function, torch.nn.Module):
         raise TypeError(
             f"{call}() decorates functions, and got a {type(function).__name__}: call the module "
-            "inside `with batch():`, or decorate the function that does"
+            "inside `with batch():`, or decorate the function that calls it"
         )
     if isinstance(function, type):
         raise TypeError(
@@ -84,7 +84,7 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
     if is_async(function):
         raise TypeError(
             f"{call}() can't decorate the async function {name_of(function)!r}: the block "
-            "would be open across its awaits, and capture other tasks' ops. Put "
+            "would stay open across its awaits, and capture ops of other tasks. Put "
             f"`with {call}():` around the part that does not await."
         )
 
@@ -125,7 +125,7 @@ def check_results(call: str, function: Callable[..., Any], *results: object) -> 
         if isinstance(result, CoroutineType):
             result.close()
     raise TypeError(
-        f"{call}() can't run {name_of(function)!r}: what it returned is a "
-        f"{type(late[0]).__name__}, whose code would run after the block has ended. Await outside "
-        "the block, and put the part that does not await into it."
+        f"{call}() can't run {name_of(function)!r}: the function returned a "
+        f"{type(late[0]).__name__}, whose code would run after the end of the block. Await outside "
+        "the block, and put the code that does not await into the block."
     )

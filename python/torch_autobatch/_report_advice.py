@@ -90,7 +90,7 @@ def _third_line(report: "Report", found: Sequence[Finding], launches: int) -> st
 def _of_measured(site: str) -> str:
     return (
         f"All ops ran eagerly: blocks at {short(site)} were measured, and batching was slower. "
-        "batch(adaptive=False) around it defers always, and its report says what that costs."
+        "With batch(adaptive=False), the ops are always deferred, and the report shows the cost."
     )
 
 
@@ -102,8 +102,8 @@ def _of_nothing(report: "Report", others: int) -> str:
         )
     if report.ops:
         return (
-            f"No op ran: {plural(report.ops, 'op')} captured. When the block ended nothing kept "
-            "their results, or an error had ended it."
+            f"No op ran: {plural(report.ops, 'op')} captured. At the end of the block, the "
+            "program kept none of their results, or an error ended the block."
         )
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."
@@ -112,8 +112,8 @@ def _of_nothing(report: "Report", others: int) -> str:
     if report.pauses:
         return f"No op was captured: the block was paused, at {short(report.pauses[0].site)}."
     return (
-        "No op was captured: the block ran none that reads a parameter, or another tensor that "
-        "requires grad."
+        "No op was captured: no op in the block reads a parameter or another tensor that requires "
+        "grad."
     )
 
 
@@ -126,14 +126,15 @@ def _without_findings(report: "Report", is_chain: bool) -> str:
     what = f"{name_of(most.op)}: {most.launches:,} of {report.launches:,}"
     where = f"Most launches: {short(most.site)} ({what})."
     if any(flush.reason.endswith(OF_EAGER) for flush in report.flushes):
-        return f"Nothing but what eager code reads keeps ops apart. {where}"
+        return f"Only reads in ab.eager() or batch(enabled=False) prevent larger batches. {where}"
     is_one_block = sum(flush.count for flush in report.flushes) <= 1
     if report.nodes >= 8 and report.lower_bound >= 0.8 * report.nodes and is_one_block:
         is_chain = True
     if is_chain:
         return (
-            f"A chain: each op reads the one before it, in one example or few; {ONE_BLOCK}. {where}"
+            "A chain: each op reads the result of the previous op, in one example or a few; "
+            f"{ONE_BLOCK}. {where}"
         )
     if report.launches == report.nodes > 1:
-        return f"One example, or few, in a block: {ONE_BLOCK}. {where}"
-    return f"Nothing keeps ops apart. {where}"
+        return f"The block has one example, or only a few: {ONE_BLOCK}. {where}"
+    return f"No obstacle to larger batches was found. {where}"

@@ -39,7 +39,7 @@ def check_name(path: Path) -> "Callable[[Report], str]":
 
 def _trace_of(report: "Report", what: str) -> "TraceReport":
     if report.trace is None:
-        raise ValueError(f"{what} needs what batch(profile=True) records; open the block with it")
+        raise ValueError(f"{what} needs a profile; open the block with batch(profile=True)")
     return report.trace
 
 

@@ -87,7 +87,7 @@ def _says_flush(one: Obstacle) -> str:
 def _says_paused(one: Obstacle) -> str:
     flushes = plural(one.count, "early flush")
     return (
-        f"{one.what}: {flushes} of few ops, so that deferring paused and about "
+        f"{one.what}: {flushes} of few ops, so deferring paused and about "
         f"{plural(one.ran, 'call')} ran at once"
     )
 
@@ -95,8 +95,8 @@ def _says_paused(one: Obstacle) -> str:
 def _small_flushes(report: "Report") -> Iterator[Obstacle]:
     few = 1000
     for reason, remedy in (
-        ("max_pending reached", "give max_pending= a larger number"),
-        ("scope.flush()", "flush less often"),
+        ("max_pending reached", "use a larger number for max_pending="),
+        ("scope.flush()", "call scope.flush() less often"),
     ):
         rows = [f for f in report.flushes if f.reason.startswith(reason)]
         count = sum(f.count for f in rows)
@@ -118,7 +118,7 @@ def _says_small_flush(one: Obstacle) -> str:
 def _not_captured(report: "Report") -> Iterator[Obstacle]:
     for row in report.at_once:
         if row.reason.startswith(_OP_BY_OP):
-            what, remedy = f"the cell {row.op}", "leave that part out of the cell"
+            what, remedy = f"the cell {row.op}", "move this part out of the cell"
             place = row.caller or row.site
             yield Obstacle(what, remedy, place, _says_cell, row.reason, row.count, row.count)
         elif is_lost(row):
@@ -168,12 +168,14 @@ def _pauses_of_blocks(report: "Report") -> Iterator[Obstacle]:
             )
 
 
-ONE_BLOCK = "put the loop over the examples inside the block, for ops of several to join each other"
+ONE_BLOCK = (
+    "put the loop over the examples inside the block, so that ops of several examples share batches"
+)
 
 
 def _says_pause(one: Obstacle) -> str:
     return (
-        "deferring paused: blocks that began here had no ops that could join each other; about "
+        "deferring paused: blocks that began here had no ops that could share a batch; about "
         f"{plural(one.launches, 'call')} ran at once"
     )
 
@@ -186,4 +188,4 @@ def _backward_in_the_loop(report: "Report") -> Obstacle:
 
 
 def _says_backward(one: Obstacle) -> str:
-    return f"backward() ran {one.count} times inside the block, each on few instances"
+    return f"backward() ran {one.count} times inside the block, each time for few examples"

@@ -10,6 +10,8 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
+import torch
+
 from torch_autobatch._report_source import (
     Spot,
     Test,
@@ -39,13 +41,13 @@ _OF_MAP = " (instances of a map wait for it)"
 OF_EAGER = "in batch(enabled=False)"
 
 _USE_MAP = (
-    "run the loop as ab.map(function, instances): instances then wait for each other, "
-    "and their reads are served together"
+    "run the loop as ab.map(function, instances): instances that read a value wait for each "
+    "other, and one flush computes the values of all of them"
 )
 _AFTER_BLOCK = "keep x.detach() in a list and read it after the block, all at once"
-_AFTER_BLOCK_OR_MAP = f"{_AFTER_BLOCK}; or, if the code goes on by it, {_USE_MAP}"
+_AFTER_BLOCK_OR_MAP = f"{_AFTER_BLOCK}; or, if the control flow depends on the value, {_USE_MAP}"
 _DEFER_CHECKS = "batch(defer_checks=True) lets the check wait for the end of the block"
-_CHECK_AFTER = f"collect what is checked and check it after the block; or {_USE_MAP}"
+_CHECK_AFTER = f"collect the checked tensors and check them after the block; or {_USE_MAP}"
 _OUTSIDE = "run that part outside the block"
 
 
@@ -119,8 +121,8 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
     if match := re.search(r"because it has set (\S+)\)$", reason):
         return Cause(
             f"a read in an instance that has set {match[1]}",
-            "keep the value in a local variable: instances that set no attribute of a module wait "
-            "for each other, and their reads are served together",
+            "keep the value in a local variable: an instance that sets no attribute of a module "
+            "can wait for other instances, and one flush computes the values of all of them",
         )
     for pattern, cause in _BY_REASON:
         if re.search(pattern, reason):
@@ -144,7 +146,7 @@ def _of_line(reason: str, spot: Spot, via: str) -> Cause:
         if finds(spot, is_here):
             return Cause(what, _AFTER_BLOCK)
     if re.search(r"torch\._tensor(_str\.|\.Tensor\.__(repr|format)__)", via):
-        return Cause(_named("a text of a tensor", spot), _AFTER_BLOCK)
+        return Cause(_named("a conversion of a tensor to text", spot), _AFTER_BLOCK)
     if _is_read(reason):
         return _read(reason, spot, via)
     if "grad_fn" in reason or "is_leaf" in reason:
@@ -152,10 +154,10 @@ def _of_line(reason: str, spot: Spot, via: str) -> Cause:
     if match := re.match(r"(\w+::\w+)[^ :]*(: writes to its arguments| writes to memory)", reason):
         return Cause(
             f"an in-place write ({match[1]})",
-            "give results back rather than writing them into a tensor that others refer to as "
-            "well, and step the optimizer after the block",
+            "return results instead of writing them into a shared tensor, and step the optimizer "
+            "after the block",
         )
-    return Cause(reason, "move it out of the block, or to where fewer ops are pending")
+    return Cause(reason, "move this code out of the block, or to a place where few ops are pending")
 
 
 def _is_read(reason: str) -> bool:
@@ -182,7 +184,8 @@ def _read(reason: str, spot: Spot, via: str) -> Cause:
     for node in nodes:
         if is_of_math(node):
             name = called(node)[1]
-            return Cause(f"math.{name}()", f"torch's {name}() takes tensors; or {_USE_MAP}")
+            instead = f"torch.{name}()" if hasattr(torch, name) else "torch functions"
+            return Cause(f"math.{name}()", f"use {instead} instead; or {_USE_MAP}")
     if "torch._tensor.Tensor.__array__" in via or finds(spot, is_item_written):
         return _NUMPY
     op = reason.split(":")[2].split(".")[0] if reason.startswith("aten::") else "the memory"
@@ -232,45 +235,57 @@ def _of_function(name: str, why: str, via: str) -> Cause:
     if why.startswith("without a vmap rule"):
         return Cause(
             what,
-            "give the class generate_vmap_rule = True or a vmap staticmethod, and setup_context",
+            "define setup_context in the class, and generate_vmap_rule = True or a vmap "
+            "staticmethod",
         )
     remedy = next((remedy for part, remedy in _FUNCTIONS if part in why), _OUTSIDE)
     return Cause(f"{what} {why.split(' (')[0]}", remedy)
 
 
 _FUNCTIONS = [
-    ("keeps a tensor in ctx", "keep it by ctx.save_for_backward(x) rather than as ctx.x = x"),
-    ("keeps in ctx what follows", "keep in ctx what does not depend on values, or saved tensors"),
-    ("a tensor or a module", "give apply() the tensor, or the module's weights, as an argument"),
-    ("closes over", "give apply() what it reads as arguments: tensors, numbers, strings, tuples"),
-    ("keyword arguments", "give apply() its arguments by position"),
-    ("called with a", "give apply() tensors, numbers, strings and tuples of these"),
-    ("random numbers", "draw the random numbers before, and give them to apply()"),
-    ("writes to its arguments", "return a new tensor rather than writing to an argument"),
-    ("and a vmap staticmethod", "leave one of the two out"),
+    ("stores a tensor in ctx", "use ctx.save_for_backward(x) instead of ctx.x = x"),
+    (
+        "stores data in ctx that depends",
+        "store in ctx only data that does not depend on tensor values; pass tensors to "
+        "ctx.save_for_backward",
+    ),
+    ("a tensor or a module", "pass the tensor, or the module's weights, to apply() as arguments"),
+    (
+        "closes over",
+        "pass the variable to apply() as an argument: a tensor, number, string or tuple of these",
+    ),
+    ("keyword arguments", "pass all arguments of apply() by position"),
+    ("called with a", "pass only tensors, numbers, strings and tuples of these to apply()"),
+    ("random numbers", "draw the random numbers before the call, and pass them to apply()"),
+    ("writes to its arguments", "return a new tensor instead of writing to an argument"),
+    ("and a vmap staticmethod", "remove one of the two"),
 ]
 
 
-_NUMPY = Cause("numpy()", f"{_AFTER_BLOCK}; torch's functions do the same on tensors")
+_NUMPY = Cause("numpy()", f"{_AFTER_BLOCK}; or use torch functions instead of NumPy functions")
 _BACKWARD = Cause(
     "backward()",
-    "call scope.backward(loss) in its place: the block's end runs one batched backward of all. "
-    "Step the optimizer after the block: where each example needs the step before, leave the "
-    "block out",
+    "call scope.backward(loss) instead: at the end of the block, one batched backward runs for all "
+    "losses. Step the optimizer after the block; if each example depends on the optimizer step of "
+    "the previous example, do not use a block",
 )
-_REQUIRES_GRAD = Cause("requires_grad_()", "call it before the block, or after it on x.detach()")
-_LEAF_VIEW = Cause("a view made under no_grad()", "make it of x.detach(), with grad mode on")
+_REQUIRES_GRAD = Cause(
+    "requires_grad_()", "call it before the block, or after the block on x.detach()"
+)
+_LEAF_VIEW = Cause(
+    "a view made under no_grad()", "create the view from x.detach(), with grad mode enabled"
+)
 _HOOK = Cause("a hook", "register it after the block")
-_CHECKPOINT = Cause("checkpointing", "leave checkpointing out: max_pending= bounds memory as well")
+_CHECKPOINT = Cause("checkpointing", "remove checkpointing: max_pending= also limits memory")
 _TRANSFORM = Cause("a transform (vmap, grad, jvp)", "apply it outside the block")
 _COMPILED = Cause(
     "a compiled function",
-    "call what torch.compile made outside the block, or the function itself inside it",
+    "call the compiled function outside the block, or call the original function inside the block",
 )
 
 # By the reason that the core reports.
 _BY_REASON = [
-    (r"^requires_grad_\(\)|.* on what requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
+    (r"^requires_grad_\(\)|.* on a tensor that requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
     (r".* on a view made under no_grad\(\)", _LEAF_VIEW),
     (r"^(register_hook|the removal of a hook)", _HOOK),
     (r"^retain_grad", Cause("retain_grad()", "call it after the block")),
@@ -279,11 +294,16 @@ _BY_REASON = [
     (r"under tracing", Cause("tracing", "trace the model outside the block")),
     (
         r"under anomaly mode",
-        Cause("anomaly mode", "detect_anomaly() leaves nothing to batch: turn it off when done"),
+        Cause(
+            "anomaly mode", "no op is batched under detect_anomaly(): turn it off after debugging"
+        ),
     ),
     (
         r"under a TorchDispatchMode",
-        Cause("a TorchDispatchMode", "it leaves nothing to batch: use it in batch(enabled=False)"),
+        Cause(
+            "a TorchDispatchMode",
+            "no op is batched under this mode: use the mode in batch(enabled=False)",
+        ),
     ),
     (r"^Compiled\w*\.apply", _COMPILED),
     (
@@ -292,13 +312,16 @@ _BY_REASON = [
     ),
     (
         r"is an inference tensor",
-        Cause("an inference tensor", "make it, and open the block, in one inference_mode()"),
+        Cause(
+            "an inference tensor",
+            "create the tensor and open the block inside the same inference_mode()",
+        ),
     ),
     (
         r"^aten::index\.\w+: no batching",
-        Cause("x[mask]", f"torch.where, or a product with the mask, is batched; or {_USE_MAP}"),
+        Cause("x[mask]", f"use torch.where, or multiply by the mask; or {_USE_MAP}"),
     ),
-    (r"bears a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
+    (r"has a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
 ]
 
 # By the functions of Python and PyTorch that the line called, separated by spaces.
@@ -309,11 +332,11 @@ _BY_VIA = [
     (r"torch\.(_tensor\.Tensor|autograd|autograd\.__init__)\.backward", _BACKWARD),
     (
         r"torch\.optim\.lr_scheduler\.",
-        Cause("a step of the learning rate's scheduler", "step it after the block"),
+        Cause("a step of the learning-rate scheduler", "step the scheduler after the block"),
     ),
     (
         r"torch\._library\.",
-        Cause("a custom op (torch.library)", f"write it with PyTorch's ops; or {_OUTSIDE}"),
+        Cause("a custom op (torch.library)", f"write the op with PyTorch's ops; or {_OUTSIDE}"),
     ),
     (
         r"torch\.optim\.",
@@ -323,7 +346,10 @@ _BY_VIA = [
     *(
         (
             rf"copy\.{name}\b",
-            Cause(f"copy.{name}()", "copy before the block or after it; clone() is captured"),
+            Cause(
+                f"copy.{name}()",
+                "copy before or after the block; or use clone(), which is captured",
+            ),
         )
         for name in ("deepcopy", "copy")
     ),
@@ -370,11 +396,11 @@ _TRUTHS: list[tuple[str, str, Test]] = [
     *(
         (f"{name}() of tensors", f"{instead}; or {_USE_MAP}", is_function(name))
         for name, instead in {
-            "max": "torch.stack(x).max() stays a tensor",
-            "min": "torch.stack(x).min() stays a tensor",
-            "sorted": "torch.stack(x).sort() stays a tensor",
-            "any": "torch.stack(x).any() stays a tensor",
-            "all": "torch.stack(x).all() stays a tensor",
+            "max": "use torch.stack(x).max(), which returns a tensor",
+            "min": "use torch.stack(x).min(), which returns a tensor",
+            "sorted": "use torch.stack(x).sort(), which returns tensors",
+            "any": "use torch.stack(x).any(), which returns a tensor",
+            "all": "use torch.stack(x).all(), which returns a tensor",
         }.items()
     ),
     ("not", _USE_MAP, is_operator(ast.Not)),
@@ -385,5 +411,5 @@ _TRUTHS: list[tuple[str, str, Test]] = [
 # Expressions where Python itself needs a number.
 _NUMBERS: list[tuple[str, str, Test]] = [
     ("range()", _USE_MAP, is_range),
-    ("an index x[i]", f"torch.gather takes tensors of places; or {_USE_MAP}", is_item_read),
+    ("an index x[i]", f"torch.gather accepts index tensors; or {_USE_MAP}", is_item_read),
 ]

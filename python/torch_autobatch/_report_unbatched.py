@@ -20,16 +20,17 @@ def unbatched_ops(report: "Report") -> Iterator[Obstacle]:
 
 
 _REMEDIES = {
-    "sizes": "bring examples of one size together, or use ops that take any length "
-    "(docs/ops.md has them)",
-    "dtypes": "give all of them one dtype",
-    "weights": "stack the weights and pick by index, or call modules of one kind in the same order",
+    "sizes": "put examples of the same size into one block, or use ops that accept any length "
+    "(listed in docs/ops.md)",
+    "dtypes": "use the same dtype in all examples",
+    "weights": "stack the weights and select by index, or call modules of one kind in the same "
+    "order in all examples",
     "modes": "open no_grad or autocast around the whole block",
 }
-_AS_A_TENSOR = "pass what differs as a tensor"
+_AS_A_TENSOR = "pass the argument that differs as a tensor"
 _NO_TENSOR = (
-    "the op takes no tensor there: more examples with one value of it in a block, or ops that do "
-    "take tensors (x * c, torch.where)"
+    "this argument cannot be a tensor: put more examples with the same value into one block, or "
+    "use an op that accepts a tensor (x * c, torch.where)"
 )
 
 
@@ -108,7 +109,7 @@ def _of_constants(op: str, detail: str) -> str:
     namespace, _, name = op.partition("::")
     argument = detail.removeprefix(" (").partition("=")[0]
     if op.endswith(".apply"):
-        return "give apply() tensors in place of the numbers that differ"
+        return "pass tensors to apply() instead of the numbers that differ"
     packet = getattr(getattr(torch.ops, namespace, None), name.split(".")[0], None)
     for overload in packet.overloads() if packet is not None else ():
         for taken in getattr(packet, overload)._schema.arguments:
@@ -138,9 +139,9 @@ def _loops(report: "Report") -> Iterator[Obstacle]:
         cost = sum(row.launches - row.batches for row in rows)
         if cost < 1:
             continue
-        note = next((row.note for row in rows if row.note), "it has no batching rule")
+        note = next((row.note for row in rows if row.note), "the op has no batching rule")
         remedy = (
-            "draw for all examples at once, before the block"
+            "draw the random numbers for all examples at once, before the block"
             if "random" in note
             else "use an op that docs/ops.md lists as batched"
         )

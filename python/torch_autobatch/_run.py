@@ -114,7 +114,7 @@ def check(program: str, save: str | None, *, module: bool) -> None:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"--save {path}: there is no directory {path.parent}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError(f"--save {path}: no file can be written there")
+        raise PermissionError(f"--save {path}: this file cannot be written")
 
 
 @contextmanager

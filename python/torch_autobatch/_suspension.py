@@ -64,8 +64,9 @@ def _message(frame: FrameType, opener: str) -> str:
         )
     return (
         f"torch_autobatch: {opener} at {place} would stay open across a yield, and capture the "
-        "ops of whoever iterates meanwhile. Collect results in the block and yield them after it, "
-        "or decorate the generator with @batch(), which closes the block at each yield."
+        "ops of the code that iterates over the generator. Collect results in the block and yield "
+        "them after the block, or decorate the generator with @batch(), which closes the block at "
+        "each yield."
     )
 
 

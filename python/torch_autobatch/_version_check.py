@@ -15,9 +15,9 @@ def check(built_with: str) -> None:
     if running == built_with:
         return
     raise ImportError(
-        f"torch_autobatch was built with torch {built_with}, but torch here is {running}; "
-        f"install the wheel whose version ends in '{_label(running)}', or torch {built_with}, or "
-        "build it again, in its source directory: "
+        f"torch_autobatch was built with torch {built_with}, but the imported torch is {running}. "
+        f"Install the torch_autobatch wheel whose version ends in '{_label(running)}', or install "
+        f"torch {built_with}, or build torch_autobatch again in its source directory: "
         "pip install --no-build-isolation --force-reinstall --no-deps ."
     )
 

@@ -172,7 +172,7 @@ def fsdp_in_the_block() -> None:
     fully_shard(model.node, mesh=mesh)
     sharded = Minibatch(model)
     fully_shard(sharded, mesh=mesh)
-    with pytest.raises(RuntimeError, match="fully_shard frees a module's parameters"):
+    with pytest.raises(RuntimeError, match="fully_shard frees the parameters of a module"):
         sharded([(1, 2)])
 
 

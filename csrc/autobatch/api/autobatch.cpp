@@ -31,8 +31,9 @@ BatchScope::~BatchScope() {
 void BatchScope::flush() { scope_->flush("BatchScope::flush()"); }
 
 void BatchScope::backward(const at::Tensor& root, const at::Tensor& gradient) {
-  TORCH_CHECK(!closed_, "torch_autobatch: BatchScope::backward() of a scope that is closed");
-  TORCH_CHECK(root.defined(), "torch_autobatch: BatchScope::backward() got an undefined root");
+  TORCH_CHECK(!closed_, "torch_autobatch: BatchScope::backward(): the scope is closed");
+  TORCH_CHECK(root.defined(),
+              "torch_autobatch: BatchScope::backward(): a root is an undefined tensor");
   TORCH_CHECK(gradient.defined() || root.numel() == 1,
               "grad can be implicitly created only for scalar outputs, but BatchScope::backward() "
               "got a root of shape ",

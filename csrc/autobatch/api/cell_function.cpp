@@ -68,7 +68,7 @@ class Use {
     run_();
     const std::unique_ptr<CellTemplate> now = trace.finish(results_.tensors);
     std::string difference;
-    if (results_.words != words_of(known)) difference = "another constant result";
+    if (results_.words != words_of(known)) difference = "a different constant result";
     if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
     if (!difference.empty()) raise_different(name_, difference);
   }

@@ -72,8 +72,8 @@ class Uncaptured {
 
 std::string describe(double queued, double limit) {
   std::ostringstream text;
-  text << "the engine's queue is full: " << queued << " of max_queue=" << limit
-       << " wait. Try again later, raise max_queue, or start another engine";
+  text << "the engine's queue is full: " << queued << " requests wait, and max_queue=" << limit
+       << ". Try again later, increase max_queue, or start another engine";
   return text.str();
 }
 
@@ -454,7 +454,8 @@ Engine::Engine(const EngineOptions& options) {
               options.max_live, " and max_queue ", options.max_queue, "; expected 1 or more");
   TORCH_CHECK(options.max_delay.count() >= 0 && options.slice_time.count() > 0,
               "autobatch::Engine: max_delay is ", options.max_delay.count(), " ns and slice_time ",
-              options.slice_time.count(), " ns; expected 0 or more, and more than 0");
+              options.slice_time.count(),
+              " ns; expected max_delay of at least 0 and slice_time of more than 0");
   TORCH_CHECK(options.stack_size >= kLeastStack, "autobatch::Engine: stack_size is ",
               options.stack_size, " bytes; a request needs ", kLeastStack, " or more");
   loop_ = std::make_shared<EngineLoop>(options);

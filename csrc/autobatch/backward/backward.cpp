@@ -38,8 +38,8 @@ void check_computable(const FlushRecord& record, NodeId node) {
                 "inplace operation: [",
                 c10::toString(base.dtype), " ", at::IntArrayRef(base.geometry->sizes),
                 "], read by ", n.signature->op->name,
-                " in a batch() block, was written to since; with create_graph=True what the block "
-                "computed is computed again.");
+                " in a batch() block, was modified after this read; with create_graph=True, the "
+                "block's ops are computed again and need the old value.");
   }
 }
 

@@ -264,8 +264,8 @@ void Written::raise(ValueId id, NodeId node) const {
               "inplace operation: [",
               c10::toString(value.dtype), " ", at::IntArrayRef(value.geometry->sizes),
               "], saved by ", record_.tape.nodes[node].signature->op->name,
-              " in a batch() block, was written to since. Write to a copy of it (clone()), or use "
-              "the op that returns its result.");
+              " in a batch() block, was modified after it was saved. Write to a copy of the tensor "
+              "(clone()), or use the out-of-place op.");
 }
 
 }  // namespace autobatch

@@ -106,7 +106,7 @@ class Call {
   // this memory run first.
   void run_eagerly() {
     // Otherwise the template of the cell would contain the results of later ops as constants.
-    CellTrace::break_off("it pauses the block", info_.name);
+    CellTrace::break_off("it runs an op in batch(enabled=False)", info_.name);
     left_to_eager_ = true;
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
     const Scan s = scan(info_, scope_.graph(), arguments());
@@ -213,7 +213,7 @@ class Call {
     if (cached.has_value()) {
       remember(*std::move(cached), recorded);
     } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
-      CellTrace::break_off("this call is different each time", info_.name);
+      CellTrace::break_off("a call in it cannot be replayed", info_.name);
     }
     give(recorded.tensors, recorded.list);
     return true;
@@ -246,7 +246,7 @@ class Call {
                            ? is_known(0)
                            : std::all_of(cached.operands.begin(), cached.operands.end(), is_known);
     if (!key.valid() || !known) {
-      return CellTrace::break_off("this call is different each time", info_.name);
+      return CellTrace::break_off("a call in it cannot be replayed", info_.name);
     }
     if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, cached, recorded.tensors);
     if (can_be_cached(info_, arguments())) scope_.tables().calls.add(key, std::move(cached));
@@ -304,7 +304,7 @@ class Call {
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
     !is_absolute&& depends_on_geometry
         ? remember(std::move(cached), recorded)
-        : CellTrace::break_off("this view is not a known one", info_.name);
+        : CellTrace::break_off("a view in it cannot be replayed", info_.name);
     give(recorded.tensors, recorded.list);
     return true;
   }
@@ -313,7 +313,7 @@ class Call {
 
   void factory() {
     if (defer()) return;
-    CellTrace::break_off("it makes a tensor", info_.name);
+    CellTrace::break_off("it creates a tensor", info_.name);
     for (size_t i = 0; i < num_arguments(); ++i) {
       c10::IValue& value = torch::jit::peek(*stack_, i, num_arguments());
       if (!value.isTensor() || as_pending(value.toTensor()) == nullptr) continue;
@@ -387,7 +387,7 @@ class Call {
   // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory,
   // without a flush. For example, torch.distributions checks whether a matrix is square.
   void run_on_constant() {
-    CellTrace::break_off("it makes a tensor", info_.name);
+    CellTrace::break_off("it reads the value of a constant tensor", info_.name);
     make_real(info_, arguments(), ": ", kNeedsValues);
     run_now_recomputed();
   }
@@ -462,7 +462,7 @@ class Call {
 
 // Returns the PyTorch feature that prevents capture of the op, if any, and adds it to the report.
 static const Watcher* note_watcher(const OpInfo& info) {
-  constexpr const char* kReason = "each op must be seen there as it runs";
+  constexpr const char* kReason = "this PyTorch feature must observe each op when the op runs";
   const CaptureState& state = CaptureState::current();
   const Watcher* found = state.scope == nullptr ? nullptr : watcher(state);
   if (found != nullptr && !state.eager && info.action != Action::kMetadata) {

@@ -252,7 +252,7 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
     }
   }
   if (!masks) return true;
-  CellTrace::break_off("what it selects follows from values", op.name);
+  CellTrace::break_off("the selected elements depend on tensor values", op.name);
   argument = c10::IValue(std::move(indices));
   return true;
 }

@@ -30,7 +30,7 @@ at::Tensor record_masked_select(Scope& scope, const OpInfo& op,
       if (size != 1) common = size;
     }
   }
-  CellTrace::break_off("what it selects follows from values", op.name);
+  CellTrace::break_off("the selected elements depend on tensor values", op.name);
   at::Tensor positions;
   {
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);

@@ -33,7 +33,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
     const PendingTensor* pending = as_pending(self);
     Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
     if (scope != nullptr && pending->graph() == &scope->graph()) {
-      CellTrace::break_off("it needs autograd's own state", ".data");
+      CellTrace::break_off("it accesses autograd's state", ".data");
       const Scope::Lock lock(*scope);
       if (const Tensor view = data_view(scope->graph(), *pending); view.defined()) return view;
     }
@@ -111,7 +111,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
  private:
   at::impl::VariableHooksInterface& hooks(const TensorBase& self, const char* reason) const {
     if (as_pending(self) == nullptr) return *real_;
-    CellTrace::break_off("it needs autograd's own state", reason);  // not a read of a value
+    CellTrace::break_off("it accesses autograd's state", reason);  // not a read of a value
     ensure_real(self, reason);
     return *real_;
   }

@@ -241,22 +241,22 @@ std::string CellTemplate::difference(const CellTemplate& other) const {
     return a.geometry == b.geometry && a.offset == b.offset;
   };
   for (size_t i = 0; i < std::max(steps_.size(), other.steps_.size()); ++i) {
-    if (i >= steps_.size()) return "one op more, " + other.steps_[i].op->name;
-    if (i >= other.steps_.size()) return "one op less, " + steps_[i].op->name;
+    if (i >= steps_.size()) return "an additional op, " + other.steps_[i].op->name;
+    if (i >= other.steps_.size()) return "a missing op, " + steps_[i].op->name;
     const Step &a = steps_[i], &b = other.steps_[i];
-    if (a.op != b.op) return b.op->name + " where there was " + a.op->name;
+    if (a.op != b.op) return b.op->name + " instead of " + a.op->name;
     const bool same = a.cached.signature == b.cached.signature && a.tensors == b.tensors &&
                       a.cached.operands == b.cached.operands && a.grad_mode == b.grad_mode &&
                       std::equal(a.cached.views.begin(), a.cached.views.end(),
                                  b.cached.views.begin(), b.cached.views.end(), views_as);
-    if (!same) return a.op->name + " with other arguments";
+    if (!same) return a.op->name + " with different arguments";
   }
   for (size_t w = 0; w < std::min(weights_.size(), other.weights_.size()); ++w) {
     if (!weights_[w].tensor.is_same(other.weights_[w].tensor)) {
-      return "another tensor that is none of its arguments";
+      return "a different tensor that is not an argument";
     }
   }
-  return outputs_ == other.outputs_ ? "" : "other results";
+  return outputs_ == other.outputs_ ? "" : "different results";
 }
 
 std::vector<at::Tensor> CellTemplate::weights() const {
@@ -301,7 +301,7 @@ uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
   const auto [found, is_new] = numbers_.try_emplace(tensor, 0);
   if (!is_new) return found->second;
   if (as_pending(tensor) != nullptr) {
-    break_off("it uses a tensor computed outside it that is none of its arguments", "");
+    break_off("it uses a tensor that was computed outside the cell and is not an argument", "");
   }
   for (const at::Tensor& input : inputs_) {
     if (are_one_memory(input, *tensor)) break_off("it takes the `.data` of an argument", "");
@@ -329,7 +329,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
   for (const at::Tensor& result : results) {
     // This result already has a number, and a tensor can have only one number.
     if (numbers_.count(result.unsafeGetTensorImpl()) != 0) {
-      break_off("an op gave its argument back", op.name);
+      break_off("an op returned its argument", op.name);
     }
     numbers_[result.unsafeGetTensorImpl()] =
         static_cast<uint32_t>(made_->input_is_weight_.size() + made_->num_results_++);
@@ -372,17 +372,16 @@ void CellTrace::note_viewed_weights() {
 void CellTrace::check_no_read(const std::string& name) const {
   TORCH_CHECK(!has_read_, "torch_autobatch: the cell '", name, "' reads a tensor's value",
               at_site(site_), " (", why_,
-              "), so that its result may depend on more than its arguments. Return the tensor and "
-              "read it outside, or don't make a cell of this function.");
+              "), so its result may depend on more than its arguments. Return the tensor and read "
+              "its value outside the cell, or do not make a cell of this function.");
 }
 
 void raise_different(const std::string& name, const std::string& difference) {
-  TORCH_CHECK(false, "torch_autobatch: the cell '", name, "'", at_site(current_site()),
-              " does not do at this call what it did at the first one with the same kinds of "
-              "arguments: ",
-              difference,
-              ". A cell's result must depend on its arguments, and on parameters and settings that "
-              "stay the same while the scope is open.");
+  TORCH_CHECK(
+      false, "torch_autobatch: the cell '", name, "'", at_site(current_site()),
+      " behaves differently from its first call with arguments of the same kinds: ", difference,
+      ". A cell's result must depend on its arguments, and on parameters and settings that "
+      "stay the same while the scope is open.");
 }
 
 std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs,
@@ -393,7 +392,9 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
     if (shares_memory(output)) break_off("it returns a complex view, which shares memory", "");
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
     if (made_->outputs_.back() >= CellTemplate::kFirstWeight && !output.requires_grad()) {
-      break_off("it returns a tensor that may be one of its own", "");  // all calls would share it
+      // All calls would share the tensor.
+      break_off("it returns a tensor that is neither an argument nor the result of a captured op",
+                "");
     }
   }
   capture_state.trace = outer_;

@@ -145,14 +145,13 @@ std::string Report::to_string() const {
   }
   for (const PauseReport& p : pauses) {
     out << "  paused x" << p.count << ": "
-        << (p.measured ? "eager was measured to be faster" : "few ops had others to join")
-        << at(p.site) << ", so the next ones ran at once, about " << p.calls
-        << " calls (batch(adaptive=False) defers always)\n";
+        << (p.measured ? "eager was measured to be faster" : "few ops could be batched")
+        << at(p.site) << ", so about " << p.calls
+        << " later calls ran at once (batch(adaptive=False) always defers ops)\n";
   }
   if (!pauses.empty()) {
-    out << "  hint: where code reads values, autobatch.map(function, instances) lets instances "
-           "wait "
-           "for each other, and batches across them\n";
+    out << "  hint: if the code reads values, use autobatch.map(function, instances): instances "
+           "that read a value wait for each other, and their ops share batches\n";
   }
   if (backward_calls > 1) {
     out << "  hint: backward() ran " << backward_calls

@@ -111,9 +111,9 @@ void Verifier::check(const FlushRecord& record) const {
     const double apart = difference(got, found->second.tensor);
     TORCH_CHECK(apart <= tolerance(value.dtype),
                 "torch_autobatch: verify: ", batch.signature->op->name, " captured at ",
-                found->second.site, " gives ", apart,
-                " (relative) away from eager's result of shape ", found->second.tensor.sizes(),
-                ". It ran by the ", batch.rule->report_name(), " rule in a batch of ", batch.count,
+                found->second.site, " differs from eager mode by ", apart,
+                " (relative), in a result of shape ", found->second.tensor.sizes(), ". The ",
+                batch.rule->report_name(), " rule ran the op in a batch of ", batch.count,
                 ". Please report this.");
   }
 }
@@ -125,10 +125,10 @@ void check_recomputed(const at::Tensor& again, const at::Tensor& before,
   const double apart = difference(again, before);
   TORCH_CHECK(apart <= tolerance(before.scalar_type()),
               "torch_autobatch: verify: ", signature.op->name, " captured at ", signature.site,
-              ", computed again for create_graph=True, gives ", apart,
-              " (relative) away from what the block computed, a tensor of shape ", before.sizes(),
-              ". Memory that it reads was written to without a change of its version counter: "
-              "through NumPy, a storage, or set_().");
+              ", computed again for create_graph=True, differs from the block's result by ", apart,
+              " (relative), in a result of shape ", before.sizes(),
+              ". An operand was modified without a change of its version counter: through NumPy, a "
+              "storage, or set_().");
 }
 
 }  // namespace autobatch

@@ -259,7 +259,7 @@ class Executor {
     row.largest = std::max<uint64_t>(row.largest, members);
     row.note = signature.note;
     if (row.note.empty() && rule.report_name() == "loop" && signature.op->random) {
-      row.note = "each draws its own random numbers";
+      row.note = "each call draws its own random numbers";
     }
     report_.nodes += members;
     report_.batches += batches;

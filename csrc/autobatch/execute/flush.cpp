@@ -95,9 +95,9 @@ void check_memory(const Tape& tape, const FlushGraph& graph) {
     TORCH_CHECK(false, "torch_autobatch: a tensor of shape ", graph_input.data.sizes(),
                 " was freed before the captured ops that read it ran: its storage has ", there,
                 " of ", needed,
-                " bytes. fully_shard frees a module's parameters when its forward returns; apply "
-                "it to a module whose forward has the whole batch() block in it, not to one that "
-                "is called in the block.");
+                " bytes. fully_shard frees the parameters of a module when the module's forward "
+                "returns. Apply fully_shard to a module whose forward contains the whole batch() "
+                "block, not to a module that is called in the block.");
   });
 }
 

@@ -40,7 +40,7 @@ void make_views_real(Graph& graph, const c10::Storage& storage) {
       id = view.next_view;
     }
   });
-  if (!pending.empty()) ensure_real(pending, "a view of memory that is given away");
+  if (!pending.empty()) ensure_real(pending, "the export of a tensor's memory (NumPy, DLPack)");
 }
 
 }  // namespace

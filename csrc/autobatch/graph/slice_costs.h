@@ -57,8 +57,8 @@ class SliceCosts {
 
   double bound_ = 1e6;
   double taken_ = 0;
-  // Measured time of slices divided by expected time. The time of planning makes this ratio larger,
-  // and batches that are joined make it smaller.
+  // Measured time of slices divided by expected time. Planning time increases this ratio. Joined
+  // batches decrease it.
   double scale_ = 1;
   double slices_ = 0;                       // nanoseconds that the last few slices took
   double nodes_ = 0;                        // nodes that these slices ran

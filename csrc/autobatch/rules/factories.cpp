@@ -319,7 +319,8 @@ at::Tensor create_alone(const Signature& signature, const Value& value) {
 
 // A cell's subgraph is run by its rule only, never by calling this op.
 static std::vector<Tensor> cell_alone(at::TensorList) {
-  TORCH_CHECK(false, "autobatch::cell stands for a cell in a batch() block, and can't be called");
+  TORCH_CHECK(false,
+              "autobatch::cell is an internal op of batch() blocks, and can't be called directly");
 }
 
 void register_memory_ops() {

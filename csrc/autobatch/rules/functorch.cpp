@@ -232,7 +232,9 @@ class FunctorchRule final : public Rule {
   // signature.
   bool is_trusted(const Batch& batch, Signature& signature) const {
     if (!miscounts_dims(batch)) return true;
-    signature.note = "functorch takes the batch for a dimension of what has none";
+    signature.note =
+        "the operand has no dimensions, and functorch's rule would treat the batch dimension as "
+        "dimension 0";
     signature.rule = &loop_;
     return false;
   }
@@ -253,7 +255,7 @@ class FunctorchRule final : public Rule {
     }
     for (size_t k = 0; k < graph.outputs.size(); ++k) {
       if (matches(graph.outputs[k], batch.result_value(0, k), batch.size())) continue;
-      signature.note = "functorch gives another shape or dtype than eager";
+      signature.note = "the result of functorch's rule differs from eager mode in shape or dtype";
       signature.rule = &loop_;
       return false;
     }

@@ -119,9 +119,10 @@ class GroupedMatmulRule final : public Rule {
     const Tensor w = batch.single(kWeight);
     const Tensor g = batch.grad_rows(0, w.size(2));
     const Sorted sorted(batch, batch.stacked(kEnds));
-    TORCH_CHECK(sorted.valid,
-                "torch_autobatch: the ends of groups that _grouped_mm was given are "
-                "not in order; no gradient is defined");
+    TORCH_CHECK(
+        sorted.valid,
+        "torch_autobatch: the offsets (`offs`) of _grouped_mm decrease or exceed the number "
+        "of rows, so the gradient is not defined");
     if (batch.needs(kRows)) {
       Tensor of_rows = pooled_empty({g.size(0), w.size(1)}, g.options());
       sorted.multiply(g, w.mT(), of_rows);

@@ -367,7 +367,8 @@ class EmbeddingBagRule final : public Rule {
         TORCH_CHECK(*at == 0, "offsets[0] has to be 0");
         for (int64_t b = 0; b < count; ++b) {
           const int64_t end = b + 1 < count ? at[b + 1] : length;
-          TORCH_CHECK(at[b] <= end && end <= length, "offsets are not in order");
+          TORCH_CHECK(at[b] <= end && end <= length,
+                      "offsets of embedding_bag decrease or exceed the number of indices");
           to[b] = elements + at[b];
           of.insert(of.end(), static_cast<size_t>(end - at[b]), bags + b);
           first.insert(first.end(), static_cast<size_t>(end - at[b]), bags);

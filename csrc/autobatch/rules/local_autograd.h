@@ -14,7 +14,7 @@ namespace autobatch {
 // Returns the op's arguments with `operands` in their slots.
 torch::jit::Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands);
 
-// Returns the result tensors on the stack, with lists flattened.
+// Returns the result tensors that the stack contains. Lists are flattened.
 std::vector<at::Tensor> results_of(const torch::jit::Stack& stack);
 
 // Returns the tensor as an operand of a local call: detached, and a leaf that requires grad if

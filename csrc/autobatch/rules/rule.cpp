@@ -37,7 +37,8 @@ std::vector<at::Tensor> Rule::replay(const Signature& signature, at::ArrayRef<at
   TORCH_CHECK_NOT_IMPLEMENTED(
       !signature.op->random, "torch_autobatch: backward with create_graph=True through ",
       signature.op->name,
-      " in a batch() block: its random numbers were not kept. Run it outside batch().");
+      " in a batch() block is not possible, because the random numbers of the op were not stored. "
+      "Run the op outside batch().");
   return eager(signature, operands, computed);
 }
 

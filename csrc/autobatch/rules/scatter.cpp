@@ -353,10 +353,10 @@ class SegmentReduceRule final : public RowsCall {
     for (int64_t m = 0; m < batch.size(); ++m) {
       int64_t left = batch.operand_value(m, 0).geometry->sizes[0];
       for (int64_t i = batch.operand_value(m, 1).geometry->numel; i > 0; --i, ++at) {
-        TORCH_CHECK(*at >= 0, "a length is negative");
+        TORCH_CHECK(*at >= 0, "segment_reduce: a length is negative");
         left -= *at;
       }
-      TORCH_CHECK(left == 0, "lengths do not add up to the rows");
+      TORCH_CHECK(left == 0, "segment_reduce: the sum of the lengths is not the number of rows");
     }
     return lengths;
   }

@@ -187,8 +187,8 @@ std::shared_ptr<Scope> Scope::enter() {
 
 void Scope::check_thread() const {
   TORCH_CHECK(current() == this && depth_ > 0,
-              "torch_autobatch: a scope can be closed only where it is open, on the thread that "
-              "opened it.");
+              "torch_autobatch: a scope can be closed only on the thread that opened it, and only "
+              "while it is open.");
 }
 
 void Scope::exit(bool discard_errors) {
@@ -337,8 +337,8 @@ void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options
 // the garbage collector or a custom op.
 void Scope::check_not_lent() const {
   TORCH_CHECK(!graph_->is_lent(),
-              "torch_autobatch: a pending tensor was read by code that runs within a flush "
-              "(__del__, or a custom op that closes over it)");
+              "torch_autobatch: code that runs within a flush (__del__, or a custom op) read a "
+              "tensor whose value is not computed yet");
 }
 
 bool Scope::is_constant(const at::Tensor& tensor) const {

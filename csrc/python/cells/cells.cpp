@@ -192,10 +192,11 @@ class Use {
     std::vector<at::Tensor> outputs;
     std::string difference;
     if (!spec.describe(result.ptr(), outputs) && PyErr_Occurred() == nullptr) {
-      difference = "a result of another kind";
+      difference = "a result of a different kind";
     }
     const auto* host = static_cast<const Host*>(known.host.get());
-    if (difference.empty() && !spec.equals(host->outputs)) difference = "another constant result";
+    if (difference.empty() && !spec.equals(host->outputs))
+      difference = "a different constant result";
     spec.clear();
     const std::unique_ptr<CellTemplate> now = trace.finish(outputs);
     if (difference.empty()) difference = now ? known.difference(*now) : trace.why();
@@ -219,7 +220,8 @@ class Use {
     std::vector<at::Tensor> outputs;
     const bool known_kind = host->outputs.describe(result, outputs);
     if (PyErr_Occurred() != nullptr) return false;
-    if (!known_kind) CellTrace::break_off("its result is of a kind that can't be made again", "");
+    if (!known_kind)
+      CellTrace::break_off("it returns a kind of object that a replay cannot construct", "");
     std::unique_ptr<CellTemplate> made =
         trace.finish(outputs, lasting() ? nullptr : cell_->known);  // a subgraph belongs to a scope
     std::string why = trace.why();

@@ -113,18 +113,21 @@ PyObject* times(PyObject* self, void*) {
 
 PyMethodDef methods[] = {
     {"start", start, METH_VARARGS,
-     "Calls function(argument) in a fiber, until it waits or has ended. Returns its number."},
+     "Runs function(argument) in a fiber until the fiber waits or ends. Returns the number of the "
+     "fiber."},
     {"step", step, METH_O,
-     "Runs batches for about so many seconds, then the fibers that have their values. False: none "
-     "waits for any."},
-    {"wake", wake, METH_O, "Goes on with a fiber that is in wait_in_fiber; False: it is not."},
-    {"end", end, METH_O, "Raises GreenletExit where the fiber stands."},
+     "Runs batches for about the given number of seconds. Then resumes the fibers whose values are "
+     "computed. Returns False if no fiber waits for a value."},
+    {"wake", wake, METH_O,
+     "Resumes a fiber that waits in wait_in_fiber. Returns False if the fiber does not wait "
+     "there."},
+    {"end", end, METH_O, "Raises GreenletExit in the fiber, at its current position."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyGetSetDef properties[] = {
-    {"live", live, nullptr, "The fibers that have not ended.", nullptr},
-    {"times", times, nullptr, "Seconds in slices, and in the code of fibers.", nullptr},
+    {"live", live, nullptr, "The number of fibers that have not ended.", nullptr},
+    {"times", times, nullptr, "The seconds spent in slices, and in the code of fibers.", nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

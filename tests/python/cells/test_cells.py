@@ -112,7 +112,7 @@ def test_it_looks_like_the_function() -> None:
     assert double.__doc__ == "Twice x."
     assert double.__wrapped__(torch.ones(1)).item() == 2  # type: ignore[attr-defined]
     assert weakref.ref(double)() is double
-    with pytest.raises(TypeError, match="can be called, not int"):
+    with pytest.raises(TypeError, match="a function or another callable, not int"):
         ab.cell(3)  # type: ignore[type-var]
 
 

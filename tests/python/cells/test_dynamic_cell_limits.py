@@ -38,7 +38,7 @@ NO_PROGRAM: dict[str, tuple[Function, str]] = {
     "a custom function": (lambda x: Double.apply(x.exp()), "autograd.Function"),
     "autocast": (autocast, "autocast"),
     "a transform": (lambda x: torch.vmap(torch.tanh)(x.exp()), "transform"),
-    "a tensor that is not PyTorch's": (lambda x: x * torch.Tensor([2.0]), "something else"),
+    "a tensor that is not PyTorch's": (lambda x: x * torch.Tensor([2.0]), "behaves differently"),
     "a result of another kind": (lambda x: iter((x.sum(0),)), "kind"),
 }
 
@@ -169,7 +169,9 @@ def test_hidden_state_is_found(xs: list[Tensor]) -> None:
             cell(x)
             assert counted.runs == i
         state["scale"] = 2.0
-        with pytest.raises(RuntimeError, match=r"does not do at this call .* 1\.0.*2\.0"):
+        with pytest.raises(
+            RuntimeError, match=r"behaves differently from its first call .* 1\.0.*2\.0"
+        ):
             cell(xs[4])
 
 

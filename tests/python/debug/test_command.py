@@ -191,7 +191,7 @@ def test_doctor_finds_a_wrong_result(
 def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main([])
-    assert "say what to do" in capsys.readouterr().err
+    assert "expected one of run, doctor" in capsys.readouterr().err
 
 
 # --- the log ---

@@ -40,7 +40,7 @@ def test_nothing_to_advise() -> None:
     first, second, third = str(report).splitlines()[:3]
     assert first == "32 ops ran in 2 launches: 16.0 times fewer than one by one."
     assert second == "100 % of the ops ran together with others; 0 ran alone."
-    assert third.startswith("Nothing keeps ops apart. Most launches: ")
+    assert third.startswith("No obstacle to larger batches was found. Most launches: ")
     assert "test_report_advice.py:" in third
 
 
@@ -65,7 +65,7 @@ def test_constants_differ() -> None:
     [finding] = found
     assert "negative_slope=" in finding.what
     assert "16 ops in 16 launches" in finding.what
-    assert "the op takes no tensor there" in finding.remedy
+    assert "this argument cannot be a tensor" in finding.remedy
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_numbers_of_the_program_differ(
     found = [f for f in report.findings if f.what.startswith("constants")]
     [finding] = found
     assert re.match(rf"constants of {op}_? differ \({differ}\): 16 ops in ", finding.what)
-    assert finding.remedy == "pass what differs as a tensor"
+    assert finding.remedy == "pass the argument that differs as a tensor"
 
 
 def test_dtypes_differ() -> None:
     kinds = [torch.float32, torch.float64, torch.bfloat16]
     report = run(lambda i: linear(DATA[i]).to(kinds[i % 3]).cumprod(0))
     found = [f for f in report.findings if f.what.startswith("dtypes of cumprod differ")]
-    assert [f.remedy for f in found] == ["give all of them one dtype"]
+    assert [f.remedy for f in found] == ["use the same dtype in all examples"]
     assert "sizes" not in str(report)
 
 
@@ -116,8 +116,8 @@ def test_an_op_that_runs_one_by_one() -> None:
 def test_a_random_op_that_runs_one_by_one() -> None:
     report = run(lambda i: torch.poisson(linear(ONES).exp()))
     [finding] = [f for f in report.findings if "one by one" in f.what]
-    assert finding.what.endswith("each draws its own random numbers")
-    assert finding.remedy == "draw for all examples at once, before the block"
+    assert finding.what.endswith("each call draws its own random numbers")
+    assert finding.remedy == "draw the random numbers for all examples at once, before the block"
 
 
 def test_what_was_not_captured() -> None:
@@ -229,7 +229,9 @@ def test_a_chain() -> None:
             h = linear(h).tanh()
     assert h.shape == (4,)
     third = str(scope.report()).splitlines()[2]
-    assert third.startswith("A chain: each op reads the one before it, in one example or few; put")
+    assert third.startswith(
+        "A chain: each op reads the result of the previous op, in one example or a few; put"
+    )
 
 
 def test_writes_into_a_result_have_its_words() -> None:
@@ -244,7 +246,7 @@ def test_writes_into_a_result_have_its_words() -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({}, "the block ran none that reads a parameter, or another tensor that requires grad."),
+        ({}, "no op in the block reads a parameter or another tensor that requires grad."),
         ({"enabled": False}, "the block was not enabled (enabled=False)."),
     ],
 )

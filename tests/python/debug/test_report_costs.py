@@ -114,7 +114,7 @@ def test_a_chain_is_no_reads_fault(grads: bool) -> None:
     report = scope.report()
     assert report.depth >= 100
     third = str(report).splitlines()[2]
-    assert third.startswith("A chain: each op reads the one before it")
+    assert third.startswith("A chain: each op reads the result of the previous op")
     assert all(finding.launches <= 12 for finding in report.findings)
 
 
@@ -180,7 +180,7 @@ def test_calls_of_one_line_are_not_compared() -> None:
 
 # --- constants ---
 
-AS_TENSOR = "pass what differs as a tensor"
+AS_TENSOR = "pass the argument that differs as a tensor"
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_tensor_is_not_advised_where_the_op_takes_none(
     code: Callable[[Tensor, int], Tensor],
 ) -> None:
     found = [f for f in run(lambda i: code(linear(ONES), i)).findings if "constants" in f.what]
-    assert all("the op takes no tensor there" in finding.remedy for finding in found)
+    assert all("this argument cannot be a tensor" in finding.remedy for finding in found)
 
 
 @pytest.mark.parametrize(
@@ -241,13 +241,13 @@ def test_constants_of_a_function_of_the_users() -> None:
     found = run(lambda i: Scaled.apply(linear(ONES), 0.5 + i)).findings
     [finding] = [f for f in found if "Scaled" in f.what]
     assert finding.what.startswith("constants of Scaled.apply differ: 8 ops in 8 launches")
-    assert "give apply() tensors" in finding.remedy
+    assert "pass tensors to apply()" in finding.remedy
 
 
 def test_a_function_that_keeps_a_tensor_is_told_so() -> None:
     found = run(lambda i: Scaled.apply(linear(ONES), torch.tensor(0.5 + i))).findings
     [finding] = [f for f in found if "Scaled that" in f.what]
-    assert "Scaled that keeps a tensor in ctx other than by save_for_backward" in finding.what
+    assert "Scaled that stores a tensor in ctx without save_for_backward" in finding.what
     assert "ctx.save_for_backward(x)" in finding.remedy
     assert "generate_vmap_rule" not in finding.remedy
 
@@ -260,7 +260,7 @@ def test_a_block_that_ended_with_nothing_kept() -> None:
         for _ in range(4):
             linear(ONES).tanh()
         assert str(scope.report()).startswith("No op has run yet: 8 ops captured.")
-    assert str(scope.report()).startswith("No op ran: 8 ops captured. When the block ended nothing")
+    assert str(scope.report()).startswith("No op ran: 8 ops captured. At the end of the block")
     assert not scope.report().is_open
 
 

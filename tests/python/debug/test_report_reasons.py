@@ -243,7 +243,7 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_repr, "str()", "after the block"),
     (with_percent, "a % format", "after the block"),
     (with_format, "format()", "after the block"),
-    (with_math, "math.isnan()", "torch's isnan()"),
+    (with_math, "math.isnan()", "use torch.isnan() instead"),
     (with_complex, "complex()", "ab.map"),
     (with_not, "not", "ab.map"),
     (with_max, "max() of tensors", "torch.stack(x).max()"),
@@ -260,7 +260,7 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_module_hook, "a module's full backward hook", "outside the block"),
     (with_check, "if ...: raise", "defer_checks=True"),
     (with_mask, "x[mask]", "torch.where"),
-    (with_transpose_in_place, "an in-place write (aten::t_)", "give results back"),
+    (with_transpose_in_place, "an in-place write (aten::t_)", "return results instead"),
 ]
 
 

@@ -52,10 +52,10 @@ LINES = [
     ("hist.append(y > 0 or print('small'))", "and, or", MAP),
     ("lst[i] = float(y)", "float()", MAP),
     ("buf[i] = y", "numpy()", AFTER),
-    ("csv.writer(out).writerow([i, y])", "writerow(), a text of a tensor", AFTER),
-    ("hist.append(','.join(map(str, [y])))", "join(), a text of a tensor", AFTER),
+    ("csv.writer(out).writerow([i, y])", "writerow(), a conversion of a tensor to text", AFTER),
+    ("hist.append(','.join(map(str, [y])))", "join(), a conversion of a tensor to text", AFTER),
     ("copy.copy(y.detach())", "copy.copy()", "clone()"),
-    ("scheduler.step(y)", "a step of the learning rate's scheduler", AFTER),
+    ("scheduler.step(y)", "a step of the learning-rate scheduler", AFTER),
     ("torch.equal(y, y + 1)", "equal(), a read of a value (equal)", MAP),
 ]
 

@@ -271,7 +271,7 @@ def test_a_yield_in_a_block_is_an_error() -> None:
             for _ in range(3):
                 yield linear(torch.ones(4))
 
-    with pytest.raises(RuntimeError, match="yield them after it, or decorate"):
+    with pytest.raises(RuntimeError, match="yield them after the block, or decorate"):
         next(results())
     assert not ab.is_pending(linear(torch.ones(4)))
 

@@ -127,7 +127,7 @@ def test_what_can_not_be_decorated(
 
 def test_a_function_that_returns_a_coroutine_is_not_left_unawaited() -> None:
     decorated = ab.batch(coroutine_of)
-    with pytest.raises(TypeError, match=r"can't run 'awaits': what it returned is a coroutine"):
+    with pytest.raises(TypeError, match=r"can't run 'awaits': the function returned a coroutine"):
         decorated()
 
 
@@ -186,7 +186,10 @@ def test_a_block_in_a_block(linear: nn.Linear) -> None:
     x = torch.ones(4)
     with ab.batch() as outer:
         first = linear(x)
-        with pytest.warns(RuntimeWarning, match="Give them to that"), ab.batch("depth") as inner:
+        with (
+            pytest.warns(RuntimeWarning, match="Pass these options to the outer block"),
+            ab.batch("depth") as inner,
+        ):
             second = linear(x)
         assert str(inner.report()).startswith("No op has run yet: 2 ops captured.")
         assert ab.is_pending(second)

@@ -193,7 +193,7 @@ def test_failures_are_eagers(layer: nn.Linear, check: Callable[[Tensor], Tensor]
     expected, error = error_of(lambda: run(False)), error_of(lambda: run(True))
     assert type(error) is type(expected)
     assert str(error) == str(expected)
-    assert "let this check wait" in error.__notes__[0]
+    assert "deferred this check" in error.__notes__[0]
     assert not ab._C.is_pending(layer(inputs()[0]))  # no block is open
 
 

@@ -130,10 +130,19 @@ AT_ONCE: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "plain": (lambda x: Plain.apply(x), "without a vmap rule"),
     "draws": (lambda x: Draws.apply(x, 1.0), "draws random numbers"),
     "dirty": (lambda x: Dirty.apply(x), "writes to its arguments"),
-    "numbers": (lambda x: Numbers.apply(x, 2.0)[0], "something else than tensors"),
-    "attribute": (lambda x: Attribute.apply(x, 2.0), "other than by save_for_backward"),
-    "of_values": (lambda x: OfValues.apply(x, 2.0), "what follows from values"),
-    "picky": (lambda x: Picky.apply(x, 2.0), "raises an error of zeros and of ones"),
+    "numbers": (lambda x: Numbers.apply(x, 2.0)[0], "something other than tensors"),
+    "attribute": (
+        lambda x: Attribute.apply(x, 2.0),
+        "stores a tensor in ctx without save_for_backward",
+    ),
+    "of_values": (
+        lambda x: OfValues.apply(x, 2.0),
+        "stores data in ctx that depends on tensor values",
+    ),
+    "picky": (
+        lambda x: Picky.apply(x, 2.0),
+        "raises an error when it is called with tensors of zeros or ones",
+    ),
     "list": (lambda x: Listed.apply(x, [2.0]), "called with a list"),
 }
 

@@ -275,5 +275,8 @@ def test_async_function() -> None:
 
 
 def test_stream_of_a_plain_function() -> None:
-    with ab.Engine(lambda x: x) as engine, pytest.raises(TypeError, match="no generator function"):
+    with (
+        ab.Engine(lambda x: x) as engine,
+        pytest.raises(TypeError, match="not a generator function"),
+    ):
         engine.stream(1)

@@ -97,7 +97,7 @@ def test_seeds() -> None:
 
 
 def test_generator_outside() -> None:
-    with pytest.raises(RuntimeError, match="only in a function that an ab"):
+    with pytest.raises(RuntimeError, match="works only in a function that an ab"):
         ab.generator()
 
 
