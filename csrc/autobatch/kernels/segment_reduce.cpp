@@ -107,6 +107,7 @@ int64_t num_halvings(int64_t n) {
 // Computes out[0, inner), the sum of n rows, starting at row `first`.
 template <class A, class Row, class T>
 void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
+  if (inner <= 0) return;
   if constexpr (std::is_same_v<A, T>) {
     if (n <= kPlainRows) return sum_pairwise(row, first, n, inner, out, out);
   }
