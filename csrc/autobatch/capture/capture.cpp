@@ -348,7 +348,7 @@ class Call {
       scope_.flush(info_.name + " writes to memory that pending ops read");
     }
     for_each_written(info_, arguments(), [&](const at::Tensor& to) {
-      if (as_pending(to) == nullptr) scope_.read_records().before_write(scope_.graph(), to);
+      if (as_pending(to) == nullptr) scope_.before_write(to);
     });
     at_once("writes to its arguments");
     if (info_.name.starts_with("aten::set_") && torch::jit::peek(*stack_, 0, 1).isTensor()) {

@@ -27,6 +27,7 @@ class Executor {
       : record_(record),
         report_(*options.report),
         first_batch_(first_batch),
+        kept_copies_(options.weight_copies),
         costs_(options.costs),
         estimate_(options.estimate) {}
 
@@ -40,7 +41,8 @@ class Executor {
     for (const BatchRecord& batch : planned)
       first_node_ = std::min<size_t>(first_node_, batch.first);
     WeightCopies copies;
-    const LentWeightCopies lent(record_.store, &copies);
+    if (kept_copies_ != nullptr) kept_copies_->drop_changed();
+    const LentWeightCopies lent(record_.store, &copies, kept_copies_);
     try {
       for (size_t b = 0; b < planned.size(); ++b) {
         BatchRecord& batch = planned[b];
@@ -297,6 +299,7 @@ class Executor {
   FlushRecord& record_;
   Report& report_;
   size_t first_batch_, first_node_ = 0;
+  WeightCopies* kept_copies_;
   SliceCosts* costs_;
   EagerEstimate* estimate_;
   std::optional<ContextGuard> guard_;

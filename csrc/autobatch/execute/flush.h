@@ -20,6 +20,7 @@ class DeferredChecks;
 struct EagerEstimate;
 class SliceCosts;
 class Verifier;
+class WeightCopies;
 
 // The reason why a node was not computed, and the message for later uses of the node's tensors.
 struct OpFailure {
@@ -39,10 +40,11 @@ struct FlushOptions {
   std::string reason;
   std::vector<OpFailure>* losses = nullptr;  // receives an entry for each failed op
   bool values_only = false;  // the targets' tensors may stay pending (incremental_flush.h)
-  ReadRecords* read_records = nullptr;  // the scope's (overwrites.h); may be null
-  DeferredChecks* checks = nullptr;     // the assertions that wait for values; may be null
-  SliceCosts* costs = nullptr;          // only of a slice: receives the times of batches
-  EagerEstimate* estimate = nullptr;    // receives the estimate of eager's time; may be null
+  ReadRecords* read_records = nullptr;    // the scope's (overwrites.h); may be null
+  DeferredChecks* checks = nullptr;       // the assertions that wait for values; may be null
+  SliceCosts* costs = nullptr;            // only of a slice: receives the times of batches
+  WeightCopies* weight_copies = nullptr;  // the scope's (packed_weights.h); may be null
+  EagerEstimate* estimate = nullptr;      // receives the estimate of eager's time; may be null
 };
 
 // Schedules and runs the nodes that the targets need, together with nodes that fit into the same

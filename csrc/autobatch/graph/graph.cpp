@@ -279,7 +279,7 @@ NodeId Graph::add_node(Signature* signature, at::ArrayRef<ValueId> operands) {
   node.first_value = static_cast<ValueId>(tape_.values.size());
   tape_.operands.insert(tape_.operands.end(), operands.begin(), operands.end());
   tape_.nodes.push_back(node);
-  if (signature->op->reinterprets) {
+  if (signature->op != nullptr && signature->op->reinterprets) {
     tape_.sharers[tape_.values[operands[0]].base].push_back(node.first_value);
   }
   return static_cast<NodeId>(tape_.nodes.size() - 1);

@@ -1,6 +1,4 @@
-// Copies of weights that make many small products faster. A copy is made at most once for all
-// batches of a flush, or of a level of backward. No copy is kept for the next flush or level,
-// because the weight may change before then.
+// Copies of weights that make many small products faster.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +8,14 @@
 
 namespace autobatch {
 
+struct GraphInput;
 struct Signature;
 
+// Two objects of this class are used in a flush. One is for the copies of all tensors, and is
+// dropped after the flush, or after a level of backward. The other one belongs to the scope, and
+// has the copies of weights whose changes are noticed (keep()). In a scope with many flushes, such
+// as a map with reads or an engine, each flush has few rows, and a copy pays only for several
+// flushes.
 class WeightCopies {
  public:
   // The weights of several products of the same x (fuse_shared_input_linear.h), side by side in one
@@ -23,7 +27,8 @@ class WeightCopies {
     at::Tensor bias;    // [sum of N], or undefined
   };
 
-  // Returns the entry of a product, by the product's signature.
+  // Returns the entry of a product, by the product's signature. Must not be called for copies that
+  // are kept, because the signature may be freed.
   Joined& joined(const Signature* product) { return joined_[product]; }
 
   // Returns a row-major copy of a column-major matrix [K, M] (`W.t()`), or an undefined tensor. The
@@ -31,14 +36,33 @@ class WeightCopies {
   // this product.
   at::Tensor by_row(const at::Tensor& matrix, int64_t rows);
 
+  // --- copies that are kept for later flushes ---
+
+  // Whether copies of this weight may be kept. A write to the weight must change its version
+  // counter, or must be reported by forget().
+  bool keep(const GraphInput& weight);
+  // Drops the copies if a weight was written to, or if they take too much memory. Must be called at
+  // the begin of a flush.
+  void drop_changed();
+  // Drops the copies if a weight has this memory, which will be written to.
+  void forget(const at::Tensor& written);
+  void clear();
+
  private:
   struct Turned {
     at::Tensor matrix, copy;
     int64_t rows = 0;
   };
+  struct Source {
+    at::Tensor data;  // also keeps the address from being used for another weight
+    c10::VariableVersion counter;
+    uint32_t version = 0;
+  };
 
   std::unordered_map<const Signature*, Joined> joined_;
-  std::unordered_map<const void*, Turned> turned_;  // by the address of the matrix
+  std::unordered_map<const void*, Turned> turned_;   // by the address of the matrix
+  std::unordered_map<const void*, Source> sources_;  // the kept weights, by address
+  size_t bytes_ = 0;                                 // of the copies in turned_
 };
 
 }  // namespace autobatch

@@ -259,6 +259,7 @@ Tensor WeightCopies::by_row(const Tensor& matrix, int64_t rows) {
   known.rows += rows;
   if (!known.copy.defined() && again && known.rows >= kRowsForCopy) {
     known.copy = turned(matrix.t());
+    bytes_ += known.copy.nbytes();
   }
   return known.copy;
 }

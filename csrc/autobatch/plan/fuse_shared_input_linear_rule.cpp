@@ -49,11 +49,11 @@ class SiblingsRule final : public Rule {
     const Tensor x = batch.rows(0, k_);
     const bool biases = !batch.leaves_addends();
     if (const auto* joined = join(batch, biases))
-      return multiply_into(out, x, joined->weight.t(), batch.weight_copies(), joined->bias);
+      return multiply_into(out, x, joined->weight.t(), batch.store().copies, joined->bias);
     for (const Sibling& s : siblings_) {
       Tensor part = out.narrow(1, s.first, s.width);
       const bool adds = s.bias != 0 && biases;
-      multiply_into(part, x, weight(batch, s).t(), batch.weight_copies(),
+      multiply_into(part, x, weight(batch, s).t(), batch.weight_copies(s.weight),
                     adds ? batch.single(s.bias) : Tensor());
     }
   }
@@ -85,14 +85,14 @@ class SiblingsRule final : public Rule {
                      const std::vector<const Sibling*>& reached, Tensor& sum) const {
     if (reached.size() == siblings_.size()) {
       if (const auto* joined = join(batch, false)) {
-        return multiply_into(sum, g, joined->weight, batch.weight_copies());
+        return multiply_into(sum, g, joined->weight, batch.store().copies);
       }
     }
     for (const Sibling* s : reached) {
       const Tensor part = g.narrow(1, s->first, s->width);
       const Tensor w = weight(batch, *s);
-      s == reached.front() ? multiply_into(sum, part, w, batch.weight_copies())
-                           : add_multiplied(sum, part, w, batch.weight_copies());
+      s == reached.front() ? multiply_into(sum, part, w, batch.weight_copies(s->weight))
+                           : add_multiplied(sum, part, w, batch.weight_copies(s->weight));
     }
   }
 
@@ -104,7 +104,7 @@ class SiblingsRule final : public Rule {
   // Returns the concatenated weights, or null where separate products are faster. Backward passes
   // `biases` as false, since it does not read them.
   const WeightCopies::Joined* join(BatchView& batch, bool biases) const {
-    WeightCopies* all = batch.weight_copies();
+    WeightCopies* all = batch.store().copies;
     const auto size = static_cast<int64_t>(c10::elementSize(batch.operand_value(0, 0).dtype));
     if (all == nullptr || width_ * k_ * size > kMostJoined) return nullptr;
     WeightCopies::Joined& entry = all->joined(&batch.signature());

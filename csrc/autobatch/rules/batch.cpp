@@ -1,6 +1,7 @@
 #include "autobatch/rules/batch.h"
 
 #include "autobatch/common/pool.h"
+#include "autobatch/kernels/packed_weights.h"
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
 
@@ -19,6 +20,13 @@ BatchView::BatchView(const Tape& tape, const Store& store, BatchRecord& record, 
       members_(members),
       rows_(rows),
       located_(tape.nodes[members[0]].num_operands) {}
+
+WeightCopies* BatchView::weight_copies(size_t slot, int64_t m) const {
+  const Value& value = operand_value(m, slot);
+  const bool kept = store_.kept_copies != nullptr && value.is_graph_input() &&
+                    store_.kept_copies->keep(tape_.graph_inputs[value.index]);
+  return kept ? store_.kept_copies : store_.copies;
+}
 
 bool BatchView::uniform_result(size_t k) const {
   if (in_subgraph()) return true;

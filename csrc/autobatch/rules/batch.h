@@ -51,8 +51,10 @@ struct Store {
   // In a subgraph, by graph input: the region of each member. The regions may be unevenly spaced.
   // Empty elsewhere.
   std::vector<Regions> scattered;
-  // Set while batches are run (packed_weights.h).
+  // Set while batches are run (packed_weights.h). `kept_copies`, which may be null, is for weights
+  // whose changes are noticed.
   WeightCopies* copies = nullptr;
+  WeightCopies* kept_copies = nullptr;
 
   Region region(const Tape& tape, ValueId id) const {
     const Value& value = tape.values[id];
@@ -67,8 +69,15 @@ struct Store {
 // of weights.
 class LentWeightCopies {
  public:
-  LentWeightCopies(Store& store, WeightCopies* copies) : store_(store) { store_.copies = copies; }
-  ~LentWeightCopies() { store_.copies = nullptr; }
+  LentWeightCopies(Store& store, WeightCopies* copies, WeightCopies* kept = nullptr)
+      : store_(store) {
+    store_.copies = copies;
+    store_.kept_copies = kept;
+  }
+  // The store uses the copies that are lent to `of`.
+  LentWeightCopies(Store& store, const Store& of)
+      : LentWeightCopies(store, of.copies, of.kept_copies) {}
+  ~LentWeightCopies() { store_.copies = store_.kept_copies = nullptr; }
   LentWeightCopies(const LentWeightCopies&) = delete;
   LentWeightCopies& operator=(const LentWeightCopies&) = delete;
 
@@ -137,7 +146,9 @@ class BatchView {
   int64_t size() const { return static_cast<int64_t>(members_.size()); }
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
-  WeightCopies* weight_copies() const { return store_.copies; }
+  const Store& store() const { return store_; }
+  // Returns the object for copies of this operand of member m, which is a weight.
+  WeightCopies* weight_copies(size_t slot, int64_t m = 0) const;
   BatchRecord& record() { return record_; }
   bool leaves_addends() const { return record_.leaves_addends; }
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }

@@ -135,7 +135,7 @@ Tensor product(Arguments arguments) {
   if (y.dim() > 1) return at::linear(y.mT(), x).mT().clone(at::MemoryFormat::Contiguous);
   at::DimVector sizes(x.sizes());
   sizes.pop_back();
-  return at::mv(x.reshape({-1, x.size(-1)}), y).view(sizes);
+  return at::_unsafe_view(at::mv(x.reshape({-1, x.size(-1)}), y), sizes);
 }
 
 // --- ops with a tensor without dimensions ---
@@ -340,9 +340,11 @@ Tensor pool(Arguments arguments) {
   const bool transposed = !x.is_contiguous() && x.mT().is_contiguous();
   if (transposed) x = x.mT();
   const int64_t dim = transposed ? -2 : -1;
-  Tensor result = is_max ? std::get<0>(at::max(x, dim, true)) : x.mean(dim, true);
-  if (transposed) result = result.mT();
-  return dims == 2 ? result.unsqueeze(-1) : result;
+  const Tensor result = is_max ? std::get<0>(at::max(x, dim, true)) : x.mean(dim, true);
+  if (dims == 1) return transposed ? result.mT() : result;
+  at::DimVector sizes(arguments[0].toTensor().sizes());
+  std::fill_n(sizes.end() - dims, dims, 1);
+  return at::_unsafe_view(result, sizes);  // to autograd, the result is no view
 }
 
 // --- gated linear units ---

@@ -146,7 +146,9 @@ Results run_in(const Dims& order, const OpInfo& op, Arguments arguments) {
   for (Tensor& result : results) {
     result = sorted(result, left);
     if (!keeps) continue;
-    for (int64_t d : dims) result = result.unsqueeze(d);
+    at::DimVector sizes(x.sizes());
+    for (int64_t d : dims) sizes[d] = 1;
+    result = at::_unsafe_view(result, sizes);  // to autograd, the result is no view
   }
   return results;
 }

@@ -71,14 +71,15 @@ int64_t width_of(const BatchView& batch, size_t slot) {
 Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
   const Tensor x = batch.rows(slot, width_of(batch, slot));
   const Tensor w = batch.single(weight).t();
-  return multiply(x, w, batch.weight_copies(), batch.given(bias) ? batch.single(bias) : Tensor());
+  return multiply(x, w, batch.weight_copies(weight),
+                  batch.given(bias) ? batch.single(bias) : Tensor());
 }
 
 void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t weight,
                       size_t bias) {
   if (batch.needs(slot)) {
     batch.add_computed(slot, {g.size(0), width_of(batch, slot)}, [&](Tensor& to) {
-      multiply_into(to, g, batch.single(weight), batch.weight_copies());
+      multiply_into(to, g, batch.single(weight), batch.weight_copies(weight));
     });
   }
   if (batch.needs(weight)) {
@@ -97,7 +98,7 @@ bool suits_kernel(const NodeBuilder& builder, size_t biases) {
 // Computes input W^T without the bias, which the fused kernel adds.
 Tensor product(BatchView& batch, size_t slot, size_t weight) {
   return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(),
-                  batch.weight_copies());
+                  batch.weight_copies(weight));
 }
 
 std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {

@@ -101,6 +101,7 @@ bool Scope::may_pause() const {
 }
 
 void Scope::pause(uint64_t calls) {
+  weight_copies_.clear();  // writes are not seen while the scope is paused
   CaptureState& state = CaptureState::current();
   state.scope = nullptr;
   state.paused = this;

@@ -396,6 +396,7 @@ void Scope::flush_all(const std::string& reason) {
   run_flush({}, flush_options(reason));
   kept_.clear();
   casts_.clear();
+  weight_copies_.clear();
   if (!is_full() || !graph_->tape().values.empty()) return;
   cells_.clear();  // the signatures of cells belong to the old tables
   tables_ = tables_of_thread();
@@ -406,6 +407,11 @@ void Scope::flush_all(const std::string& reason) {
 void Scope::note_at_once(const std::string& op, const char* reason) {
   if (report_.knows_at_once(op, reason)) return;
   report_.add_at_once(op, reason, {op, reason, current_site(), 1, current_caller()});
+}
+
+void Scope::before_write(const at::Tensor& to) {
+  read_records_->before_write(*graph_, to);
+  weight_copies_.forget(to);
 }
 
 void Scope::keep(std::shared_ptr<void> object) {
@@ -455,6 +461,7 @@ FlushOptions Scope::flush_options(const std::string& reason) {
           read_records_.get(),
           is_own_thread() ? &checks_ : nullptr,
           /*costs=*/nullptr,
+          &weight_copies_,
           estimates_ ? &estimate_ : nullptr};
 }
 

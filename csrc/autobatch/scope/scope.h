@@ -14,6 +14,7 @@
 #include "autobatch/graph/intern_tables.h"
 #include "autobatch/graph/signature.h"
 #include "autobatch/graph/slice_costs.h"
+#include "autobatch/kernels/packed_weights.h"
 #include "autobatch/options.h"
 #include "autobatch/plan/deferred_checks.h"
 #include "autobatch/report.h"
@@ -221,6 +222,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
   ReadRecords& read_records() { return *read_records_; }
+  // Must be called before a write to an ordinary tensor.
+  void before_write(const at::Tensor& to);
   // Never 0, and unique among the scopes of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
@@ -264,6 +267,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::shared_ptr<Tables> tables_;
   CellTable cells_;
   CastCache casts_;
+  WeightCopies weight_copies_;  // for all flushes
   KnownValues known_;
   std::deque<StatisticsUpdate> updates_;
   std::unique_ptr<Graph> graph_;

@@ -66,7 +66,7 @@ class Forward {
   }
 
   void run() {
-    const LentWeightCopies lent(record_.store, batch_.weight_copies());
+    const LentWeightCopies lent(record_.store, batch_.store());
     record_.store.scattered.resize(record_.tape.graph_inputs.size());
     bind_operands();
     for (size_t s = 0; s < subgraph_.steps.size(); ++s) run_step(s);
@@ -93,7 +93,7 @@ class Forward {
     for (size_t i = 0; i < record_.tape.graph_inputs.size(); ++i) {
       GraphInput& graph_input = record_.tape.graph_inputs[i];
       if (subgraph_.is_weight[i]) {
-        graph_input.data = region_view(batch_.operand_region(0, i));
+        bind_weight(i, graph_input);
         continue;
       }
       if (subgraph_.is_copied[i]) {
@@ -108,6 +108,17 @@ class Forward {
         graph_input.data = graph_input.data.contiguous();
       record_.store.steps[graph_input.value] = batch_.size() == 1 ? 0 : graph_input.data.stride(0);
     }
+  }
+
+  void bind_weight(size_t i, GraphInput& to) {
+    to.data = region_view(batch_.operand_region(0, i));
+    const Value& value = batch_.operand_value(0, i);
+    to.counted = value.is_graph_input();
+    if (!to.counted) return;
+    const GraphInput& from = batch_.tape().graph_inputs[value.index];
+    to.counter = from.counter;
+    to.version = from.version;
+    to.counted = from.counted && !from.is_copy;
   }
 
   bool is_one_value(size_t i) const {
@@ -187,7 +198,7 @@ class Backward final : public Enclosing {
   }
 
   void run() {
-    const LentWeightCopies lent(record_.store, batch_.weight_copies());
+    const LentWeightCopies lent(record_.store, batch_.store());
     GradAccumulator accumulator(record_, task_, *this, batch_.size());
     task_.grads.resize(record_.store.grad_lengths.size());
     task_.reached.resize(record_.tape.nodes.size(), 0);

@@ -224,7 +224,10 @@ def test_a_cell_that_reads_a_value(linear: nn.Linear) -> None:
         y = linear(x)
         return y if y.sum() > 0 else -y
 
-    with pytest.raises(RuntimeError, match="Return the tensor and read it outside"), ab.batch():
+    with (
+        pytest.raises(RuntimeError, match="Return the tensor and read its value outside the cell"),
+        ab.batch(),
+    ):
         score(torch.ones(4))
 
 

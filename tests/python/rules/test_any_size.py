@@ -300,3 +300,26 @@ def test_ctc_loss_of_too_long_input_is_eagers_error() -> None:
     x = rand(4, 1, W).requires_grad_()
     with ab.batch(adaptive=False), pytest.raises(RuntimeError, match="input_lengths"):
         F.ctc_loss((x * 2).log_softmax(-1), torch.tensor([[1]]), (5,), (1,))
+
+
+# --- results that are no views --------------------------------------------------------------------
+
+NO_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "matmul_of_vector": lambda x: torch.matmul(x, torch.ones(8, dtype=x.dtype)),
+    "mean_of_transposed": lambda x: x.transpose(0, 1).mean(1, keepdim=True),
+    "amax_of_transposed": lambda x: x.mT.amax((0, 2), keepdim=True),
+    "average_pool": lambda x: F.adaptive_avg_pool2d(x, 1),
+    "norm_of_transposed": lambda x: torch.linalg.norm(x.mT, dim=1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", NO_VIEWS)
+def test_result_can_be_detached_in_place(name: str) -> None:
+    """A result of several ops must not be a view to autograd if eager's result is none."""
+    x = rand(4, 6, 8).requires_grad_()
+    expected = NO_VIEWS[name](x.sin()).detach_()
+    with ab.batch(adaptive=False):
+        result = NO_VIEWS[name](x.sin())
+        assert not result._is_view()
+        result.detach_()
+    torch.testing.assert_close(result, expected)
