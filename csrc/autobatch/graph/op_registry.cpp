@@ -101,6 +101,11 @@ constexpr Override kOverrides[] = {
     {"aten::triplet_margin_loss", Action::kDecompose},
     {"aten::margin_ranking_loss", Action::kDecompose},
     {"aten::cosine_embedding_loss", Action::kDecompose},
+    // Recurrent networks over packed rows.
+    {"aten::lstm.data", Action::kDecompose},
+    {"aten::gru.data", Action::kDecompose},
+    {"aten::rnn_tanh.data", Action::kDecompose},
+    {"aten::rnn_relu.data", Action::kDecompose},
     // Ops that call matrix products. The rules of matrix products accept instances of any size.
     {"aten::einsum", Action::kDecompose},
     {"aten::tensordot", Action::kDecompose},

@@ -439,7 +439,7 @@ std::vector<const Decomposition*> find_decompositions(std::string_view op) {
   std::vector<const Decomposition*> found;
   for (const DecompositionTable table :
        {DecompositionTable(kEntries), complex_decompositions(), sparse_decompositions(),
-        layout_decompositions(), rearranging_decompositions()}) {
+        layout_decompositions(), packed_decompositions(), rearranging_decompositions()}) {
     for (const DecompositionEntry& entry : table) {
       if (entry.op == op) found.push_back(&entry.decomposition);
     }

@@ -44,6 +44,7 @@ using DecompositionTable = at::ArrayRef<DecompositionEntry>;
 DecompositionTable complex_decompositions();      // complex_views.cpp
 DecompositionTable sparse_decompositions();       // sparse_products.cpp
 DecompositionTable layout_decompositions();       // other_layouts.cpp
+DecompositionTable packed_decompositions();       // packed_calls.cpp
 DecompositionTable rearranging_decompositions();  // rearranging.cpp
 
 // A decomposition with one result, by functions that need not know the op.
