@@ -90,11 +90,12 @@ def test_dropout_between_layers_draws_as_eager() -> None:
     weight = rand(WIDTH).requires_grad_()
 
     def run(n: int) -> Tensor:
-        torch.manual_seed(n)
         return rnn(pack_padded_sequence(weight * torch.ones(n, 1, WIDTH), [n]))[0].data
 
+    torch.manual_seed(0)
     with ab.batch(adaptive=False) as scope:
         ours = [run(n) for n in (3, 5)]
+    torch.manual_seed(0)
     torch.testing.assert_close(ours, [run(n) for n in (3, 5)])
     assert sum(f.count for f in scope.report().flushes) == 1
 
