@@ -147,6 +147,11 @@ class Compactor {
     for (const GraphInput& graph_input : old_.graph_inputs) {
       if (graph_input.is_weight) keep(graph_input.value);
     }
+    for (const auto& [base, results] : old_.sharers) {
+      for (ValueId id : results) {
+        if (old_.is_looked_at(id)) keep(reinterpreted_value(old_, id));
+      }
+    }
   }
 
   // Marks the computed nodes with a result that something refers to. All results of such a node are

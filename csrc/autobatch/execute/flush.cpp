@@ -387,6 +387,8 @@ void relieve_graph(Graph& graph, const FlushOptions& options) {
     const std::shared_ptr<void> nobody_dies = host_hold();
     graph.settle_orphans();
   }
+  // A complex view may be under construction (rules/complex_views.cpp), so no part of it is run.
+  if (!graph.tape().sharers.empty()) return flush_pending(graph, {}, options);
   const std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
   if (options.verifier == nullptr && stays_open(graph, {}, nodes, true) &&
       !compute_part(graph, {}, nodes, options)) {

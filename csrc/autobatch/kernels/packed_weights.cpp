@@ -13,11 +13,12 @@ constexpr size_t kMostKept = size_t{1} << 26;
 
 }  // namespace
 
-bool WeightCopies::keep(const GraphInput& weight) {
+bool WeightCopies::keep(const GraphInput& weight, size_t num_views) {
   if (!weight.counted || weight.is_copy) return false;
   const void* address = weight.data.const_data_ptr();
   if (sources_.contains(address)) return true;
-  if (may_change_unseen(weight.data)) return false;
+  const size_t expected = num_views + 2;  // the weight, and GraphInput::data
+  if (weight.data.storage().use_count() > expected || may_change_unseen(weight.data)) return false;
   sources_[address] = {weight.data, weight.counter, weight.counter.current_version()};
   return true;
 }

@@ -53,7 +53,7 @@ class SiblingsRule final : public Rule {
     for (const Sibling& s : siblings_) {
       Tensor part = out.narrow(1, s.first, s.width);
       const bool adds = s.bias != 0 && biases;
-      multiply_into(part, x, weight(batch, s).t(), batch.weight_copies(s.weight),
+      multiply_into(part, x, weight(batch, s).t(), batch.store().copies,
                     adds ? batch.single(s.bias) : Tensor());
     }
   }
@@ -91,8 +91,8 @@ class SiblingsRule final : public Rule {
     for (const Sibling* s : reached) {
       const Tensor part = g.narrow(1, s->first, s->width);
       const Tensor w = weight(batch, *s);
-      s == reached.front() ? multiply_into(sum, part, w, batch.weight_copies(s->weight))
-                           : add_multiplied(sum, part, w, batch.weight_copies(s->weight));
+      s == reached.front() ? multiply_into(sum, part, w, batch.store().copies)
+                           : add_multiplied(sum, part, w, batch.store().copies);
     }
   }
 

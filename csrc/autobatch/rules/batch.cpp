@@ -23,8 +23,10 @@ BatchView::BatchView(const Tape& tape, const Store& store, BatchRecord& record, 
 
 WeightCopies* BatchView::weight_copies(size_t slot, int64_t m) const {
   const Value& value = operand_value(m, slot);
+  const size_t num_views =
+      in_subgraph() ? 1 : 0;  // a subgraph reads a view (Subgraph::bind_weight)
   const bool kept = store_.kept_copies != nullptr && value.is_graph_input() &&
-                    store_.kept_copies->keep(tape_.graph_inputs[value.index]);
+                    store_.kept_copies->keep(tape_.graph_inputs[value.index], num_views);
   return kept ? store_.kept_copies : store_.copies;
 }
 

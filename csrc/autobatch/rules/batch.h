@@ -147,7 +147,8 @@ class BatchView {
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
   const Store& store() const { return store_; }
-  // Returns the object for copies of this operand of member m, which is a weight.
+  // Returns the object for copies of this operand of member m, which is a weight. Must be called
+  // before the caller makes a view of the weight, because users of the weight's memory are counted.
   WeightCopies* weight_copies(size_t slot, int64_t m = 0) const;
   BatchRecord& record() { return record_; }
   bool leaves_addends() const { return record_.leaves_addends; }

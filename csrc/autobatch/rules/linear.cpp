@@ -85,7 +85,8 @@ class AffineRule final : public Rule, public WeightGroups {
     if (!is_one_group(batch)) return backward_by_weight(batch, g);
     if (batch.needs(0)) {
       batch.add_computed(0, {g.size(0), input_width(batch)}, [&](Tensor& to) {
-        multiply_into(to, g, turned(batch, 0), batch.weight_copies(1));
+        WeightCopies* copies = batch.weight_copies(1);
+        multiply_into(to, g, turned(batch, 0), copies);
       });
     }
     if (batch.needs(1)) add_product(batch, g, batch.rows(0, input_width(batch)));
@@ -96,7 +97,8 @@ class AffineRule final : public Rule, public WeightGroups {
   // Computes out = x times the matrix of member m, plus its bias.
   void multiply_by(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
     const bool adds = has_bias(batch) && !batch.leaves_addends();
-    multiply_into(out, x, matrix(batch, m), batch.weight_copies(1, m),
+    WeightCopies* copies = batch.weight_copies(1, m);
+    multiply_into(out, x, matrix(batch, m), copies,
                   adds ? region_view(batch.operand_region(m, 2)) : Tensor());
   }
 
@@ -119,8 +121,8 @@ class AffineRule final : public Rule, public WeightGroups {
       batch.add_computed(0, {g.size(0), input_width(batch)}, [&](Tensor& gradient) {
         for (const WeightGroup& group : groups) {
           Tensor to = group.of(gradient);
-          multiply_into(to, group.of(g), turned(batch, group.first),
-                        batch.weight_copies(1, group.first));
+          WeightCopies* copies = batch.weight_copies(1, group.first);
+          multiply_into(to, group.of(g), turned(batch, group.first), copies);
         }
       });
     }

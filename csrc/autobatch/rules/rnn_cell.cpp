@@ -69,17 +69,18 @@ int64_t width_of(const BatchView& batch, size_t slot) {
 
 // Computes input W^T + b for the operands in these slots: [rows, G*H].
 Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
+  WeightCopies* copies = batch.weight_copies(weight);
   const Tensor x = batch.rows(slot, width_of(batch, slot));
   const Tensor w = batch.single(weight).t();
-  return multiply(x, w, batch.weight_copies(weight),
-                  batch.given(bias) ? batch.single(bias) : Tensor());
+  return multiply(x, w, copies, batch.given(bias) ? batch.single(bias) : Tensor());
 }
 
 void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t weight,
                       size_t bias) {
   if (batch.needs(slot)) {
     batch.add_computed(slot, {g.size(0), width_of(batch, slot)}, [&](Tensor& to) {
-      multiply_into(to, g, batch.single(weight), batch.weight_copies(weight));
+      WeightCopies* copies = batch.weight_copies(weight);
+      multiply_into(to, g, batch.single(weight), copies);
     });
   }
   if (batch.needs(weight)) {
@@ -97,8 +98,8 @@ bool suits_kernel(const NodeBuilder& builder, size_t biases) {
 
 // Computes input W^T without the bias, which the fused kernel adds.
 Tensor product(BatchView& batch, size_t slot, size_t weight) {
-  return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(),
-                  batch.weight_copies(weight));
+  WeightCopies* copies = batch.weight_copies(weight);
+  return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(), copies);
 }
 
 std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {

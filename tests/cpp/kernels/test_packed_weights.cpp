@@ -25,7 +25,7 @@ GraphInput input_of(const at::Tensor& weight) {
 // Uses the weight in a flush with 100 rows, and returns the copy.
 at::Tensor flush(WeightCopies& copies, const GraphInput& weight) {
   copies.drop_changed();
-  REQUIRE(copies.keep(weight));
+  REQUIRE(copies.keep(weight, 0));
   return copies.by_row(weight.data.t(), 100);
 }
 
@@ -76,5 +76,13 @@ TEST_CASE("copies of a weight without a version counter are not kept") {
   GraphInput input = input_of(torch::randn({32, 16}));
   input.counted = false;
   WeightCopies copies;
-  CHECK(!copies.keep(input));
+  CHECK(!copies.keep(input, 0));
+}
+
+TEST_CASE("copies of a weight whose storage has another user are not kept") {
+  const at::Tensor flat = torch::randn({1024});
+  at::Tensor weight = torch::randn({32, 16});
+  weight.set_data(flat.narrow(0, 0, 512).view({32, 16}));
+  WeightCopies copies;
+  CHECK(!copies.keep(input_of(weight), 0));
 }
