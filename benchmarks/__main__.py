@@ -24,7 +24,7 @@ import torch
 from benchmarks import measure, memory, suite, tables
 from benchmarks.arguments import some_of
 from benchmarks.suite import Result
-from benchmarks.workload import Sources
+from benchmarks.workload import Sources, Workload
 from benchmarks.workloads import WORKLOADS
 
 
@@ -89,23 +89,12 @@ def main(arguments: list[str] | None = None) -> int:
     text = ", ".join(f"{key} {value}" for key, value in data["environment"].items()) + "\n\n"
 
     if options.policies:
-        rows = []
-        for kind in kinds:
-            workload = suite.make(kind, (options.hidden or kind.sizes)[0], sources)
-            rows.append(suite.count_batches(workload, options.minibatch[0]))
-        data["policies"] = rows
-        text += tables.policies(rows)
+        data["policies"] = count_batches(options, kinds, sources)
+        text += tables.policies(data["policies"])
         return finish(options, data, text, [])
-
     if options.memory:
-        rows = [
-            memory.compare(kind.name, hidden, minibatch, sources)
-            for kind in kinds
-            for hidden in options.hidden or kind.sizes
-            for minibatch in options.minibatch
-        ]
-        data["memory"] = rows
-        text += tables.memory(rows)
+        data["memory"] = measure_memory(options, kinds, sources)
+        text += tables.memory(data["memory"])
         return finish(options, data, text, [])
 
     plan = suite.Plan(
@@ -115,6 +104,45 @@ def main(arguments: list[str] | None = None) -> int:
         peers=not (options.no_peers or options.quick),
         backward=not options.forward,
     )
+    results, failed = measure_speed(options, kinds, sources, plan)
+    data["results"] = suite.as_data(results)
+    if results:
+        is_sweep = len(options.minibatch) > 1
+        text += tables.sweep(results) if is_sweep else speed_tables(results, plan.peers)
+    return finish(options, data, text, results) or int(failed)
+
+
+def count_batches(
+    options: argparse.Namespace, kinds: list[type[Workload]], sources: Sources
+) -> list[dict[str, Any]]:
+    """Counts the batches of each policy, for each workload."""
+    rows = []
+    for kind in kinds:
+        workload = suite.make(kind, (options.hidden or kind.sizes)[0], sources)
+        rows.append(suite.count_batches(workload, options.minibatch[0]))
+    return rows
+
+
+def measure_memory(
+    options: argparse.Namespace, kinds: list[type[Workload]], sources: Sources
+) -> list[dict[str, Any]]:
+    """Measures the peak memory of each workload, hidden size and minibatch."""
+    return [
+        memory.compare(kind.name, hidden, minibatch, sources)
+        for kind in kinds
+        for hidden in options.hidden or kind.sizes
+        for minibatch in options.minibatch
+    ]
+
+
+def measure_speed(
+    options: argparse.Namespace, kinds: list[type[Workload]], sources: Sources, plan: suite.Plan
+) -> tuple[list[Result], bool]:
+    """Times the variants of each workload.
+
+    Returns:
+        The results, and whether the results of a variant differed from eager's.
+    """
     results: list[Result] = []
     failed = False
     for kind in kinds:
@@ -135,17 +163,16 @@ def main(arguments: list[str] | None = None) -> int:
                     file=sys.stderr,
                     flush=True,
                 )
-    data["results"] = suite.as_data(results)
-    if results:
-        if len(options.minibatch) > 1:
-            text += tables.sweep(results)
-        else:
-            text += tables.speed(results) + "\n" + tables.stages(results) + "\n"
-            text += tables.breakdowns(results) + "\n"
-            if plan.peers:
-                text += tables.peers(results) + "\n"
-            text += tables.slow_ops(results)
-    return finish(options, data, text, results) or int(failed)
+    return results, failed
+
+
+def speed_tables(results: list[Result], with_peers: bool) -> str:
+    """Formats the results for one size of minibatch."""
+    text = tables.speed(results) + "\n" + tables.stages(results) + "\n"
+    text += tables.breakdowns(results) + "\n"
+    if with_peers:
+        text += tables.peers(results) + "\n"
+    return text + tables.slow_ops(results)
 
 
 def finish(

@@ -121,14 +121,53 @@ async def ends_with_client(request: Request, future: Any) -> Any:
     return await result
 
 
-def make_app(options: argparse.Namespace) -> FastAPI:
+async def read_tree(request: Request) -> Any:
+    """Returns the tree of a request for its sentiment."""
+    try:
+        tree = (await request.json())["tree"]
+        check_tree(tree)
+    except (ValueError, KeyError, TypeError, RecursionError) as wrong:
+        raise HTTPException(422, f"expected {{'tree': tree}}: {wrong}") from None
+    return tree
+
+
+async def read_prompt(request: Request) -> tuple[str, int]:
+    """Returns the prompt of a request, and the number of characters to generate."""
+    try:
+        body = await request.json()
+        prompt, tokens = body["prompt"], int(body.get("tokens", 100))
+        if not isinstance(prompt, str) or not prompt or not 0 < tokens <= MOST_TOKENS:
+            raise ValueError(f"a prompt of at least a character, 1 to {MOST_TOKENS} tokens")
+    except (ValueError, KeyError, TypeError) as wrong:
+        raise HTTPException(422, f"expected {{'prompt': text}}: {wrong}") from None
+    return prompt, tokens
+
+
+async def events(stream: Any) -> AsyncIterator[str]:
+    """Yields the characters of a stream as server-sent events."""
+    try:
+        async for character in stream:
+            yield f"data: {json.dumps(character)}\n\n"
+        yield "event: end\ndata: {}\n\n"
+    except TimeoutError as late:
+        yield f"event: error\ndata: {json.dumps(str(late))}\n\n"
+    finally:  # also if the client has disconnected
+        await stream.aclose()
+
+
+def load_models(options: argparse.Namespace) -> tuple[TreeLstm, CharacterModel]:
     torch.manual_seed(0)
-    torch.set_num_threads(options.threads)
     trees, characters = TreeLstm(options.hidden).eval(), CharacterModel(options.hidden).eval()
     if options.weights is not None:
         states = torch.load(options.weights, weights_only=True)
         trees.load_state_dict(states["trees"])
         characters.load_state_dict(states["characters"])
+    return trees, characters
+
+
+def make_app(options: argparse.Namespace) -> FastAPI:
+    torch.set_num_threads(options.threads)
+    trees, characters = load_models(options)
     limits: dict[str, Any] = {"max_live": options.max_live, "max_queue": options.max_queue}
 
     @contextlib.asynccontextmanager
@@ -140,16 +179,19 @@ def make_app(options: argparse.Namespace) -> FastAPI:
             yield
 
     app = FastAPI(title="torch-autobatch", lifespan=lifespan)
+    add_models(app, options.timeout)
+    add_measurements(app)
+    return app
+
+
+def add_models(app: FastAPI, timeout: float) -> None:
+    """Adds the routes of the two models."""
 
     @app.post("/sentiment")
     async def sentiment(request: Request) -> dict[str, Any]:
+        tree = await read_tree(request)
         try:
-            tree = (await request.json())["tree"]
-            check_tree(tree)
-        except (ValueError, KeyError, TypeError, RecursionError) as wrong:
-            raise HTTPException(422, f"expected {{'tree': tree}}: {wrong}") from None
-        try:
-            future = app.state.sentiment.submit(tree, timeout=options.timeout)
+            future = app.state.sentiment.submit(tree, timeout=timeout)
         except ab.QueueFull as full:
             raise busy(full) from None
         try:
@@ -160,29 +202,16 @@ def make_app(options: argparse.Namespace) -> FastAPI:
 
     @app.post("/generate")
     async def generate(request: Request) -> StreamingResponse:
+        prompt, tokens = await read_prompt(request)
         try:
-            body = await request.json()
-            prompt, tokens = body["prompt"], int(body.get("tokens", 100))
-            if not isinstance(prompt, str) or not prompt or not 0 < tokens <= MOST_TOKENS:
-                raise ValueError(f"a prompt of at least a character, 1 to {MOST_TOKENS} tokens")
-        except (ValueError, KeyError, TypeError) as wrong:
-            raise HTTPException(422, f"expected {{'prompt': text}}: {wrong}") from None
-        try:
-            stream = app.state.generate.stream(prompt, tokens, timeout=options.timeout)
+            stream = app.state.generate.stream(prompt, tokens, timeout=timeout)
         except ab.QueueFull as full:
             raise busy(full) from None
+        return StreamingResponse(events(stream), media_type="text/event-stream")
 
-        async def events() -> AsyncIterator[str]:
-            try:
-                async for character in stream:
-                    yield f"data: {json.dumps(character)}\n\n"
-                yield "event: end\ndata: {}\n\n"
-            except TimeoutError as late:
-                yield f"event: error\ndata: {json.dumps(str(late))}\n\n"
-            finally:  # also if the client has disconnected
-                await stream.aclose()
 
-        return StreamingResponse(events(), media_type="text/event-stream")
+def add_measurements(app: FastAPI) -> None:
+    """Adds the routes that report on the engines."""
 
     @app.get("/stats")
     async def stats() -> dict[str, Any]:
@@ -198,8 +227,6 @@ def make_app(options: argparse.Namespace) -> FastAPI:
         registry.register(app.state.sentiment.collector())
         registry.register(app.state.generate.collector())
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
-
-    return app
 
 
 def main() -> None:

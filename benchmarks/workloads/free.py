@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import collate
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
@@ -76,6 +76,95 @@ class Frame:
     place: int
 
 
+class Lockstep:
+    """Grows all trees by hand-written batches, a node of each at a time."""
+
+    def __init__(self, model: FreeGenerator, plan: Sequence[Seed]) -> None:
+        self.model = model
+        roots = model.start(torch.cat([seed.latent for seed in plan])).tanh()
+        self.memory = torch.cat([model.no_sibling, roots])  # states that nodes to come start from
+        self.stacks = [[Frame(1 + k, 0, 0, 1)] for k in range(len(plan))]
+        self.live = list(range(len(plan)))  # the trees that still grow
+        self.counts = [0] * len(plan)
+
+    def step(self) -> Tensor:
+        """Makes a node of each live tree. Returns the losses of the nodes, [live]."""
+        model, memory = self.model, self.memory
+        frames = [self.stacks[k].pop() for k in self.live]
+        above = memory.index_select(0, collate.tensor([f.above for f in frames]))
+        before = memory.index_select(0, collate.tensor([f.before for f in frames]))
+        features = (model.from_parent(above) + model.from_sibling(before)).tanh()
+        scores, topology = model.label(features), model.topology(features)
+        labels = scores.argmax(-1)
+        down, along = self.decide(frames, topology)
+        wanted = torch.tensor([[float(d), float(a)] for d, a in zip(down, along, strict=True)])
+        shape = F.binary_cross_entropy_with_logits(topology, wanted, reduction="none").mean(-1)
+        losses = F.cross_entropy(scores, labels, reduction="none") + shape
+
+        embedded = model.embedding(labels)
+        fresh = [memory]
+        children = [i for i, yes in enumerate(down) if yes]
+        if children:
+            fresh.append(following(model.down, children, embedded, above))
+            self.push_children(frames, children, len(memory))
+        siblings = [i for i, yes in enumerate(along) if yes]
+        if siblings:
+            fresh.append(following(model.along, siblings, embedded, before))
+            self.push_siblings(frames, siblings, len(memory) + len(children), down)
+        self.live = [k for k in self.live if self.stacks[k]]
+        if self.live:
+            self.keep_used(fresh)
+        return losses
+
+    def decide(self, frames: list[Frame], topology: Tensor) -> tuple[list[bool], list[bool]]:
+        """Whether each node has children, and whether it has a next sibling."""
+        decided = (topology > 0).tolist()
+        small = [self.counts[k] < MOST for k in self.live]
+        for k in self.live:
+            self.counts[k] += 1
+        down = [
+            s and d and f.depth < DEPTH for s, (d, _), f in zip(small, decided, frames, strict=True)
+        ]
+        along = [
+            s and a and f.depth > 0 and f.place < BREADTH
+            for s, (_, a), f in zip(small, decided, frames, strict=True)
+        ]
+        return down, along
+
+    def push_children(self, frames: list[Frame], places: list[int], row: int) -> None:
+        """Adds the first children of the nodes at some places. Their states begin at a row."""
+        for place, i in enumerate(places, start=row):
+            self.stacks[self.live[i]].append(Frame(place, 0, frames[i].depth + 1, 1))
+
+    def push_siblings(
+        self, frames: list[Frame], places: list[int], row: int, down: list[bool]
+    ) -> None:
+        """Adds the next siblings of the nodes at some places, after all that is below the nodes."""
+        for place, i in enumerate(places, start=row):
+            f, stack = frames[i], self.stacks[self.live[i]]
+            below = stack.pop() if down[i] else None
+            stack.append(Frame(f.above, place, f.depth, f.place + 1))
+            if below is not None:
+                stack.append(below)
+
+    def keep_used(self, fresh: list[Tensor]) -> None:
+        """Keeps only the states that are still to be read."""
+        stacks = [self.stacks[k] for k in self.live]
+        used = sorted({row for stack in stacks for f in stack for row in (f.above, f.before)})
+        used = sorted({0, *used})
+        number = {row: i for i, row in enumerate(used)}
+        for stack in stacks:
+            for f in stack:
+                f.above, f.before = number[f.above], number[f.before]
+        self.memory = torch.cat(fresh).index_select(0, collate.tensor(used))
+
+
+def following(cell: nn.Module, places: list[int], embedded: Tensor, states: Tensor) -> Tensor:
+    """The states that a cell computes from the nodes at some places."""
+    rows = collate.tensor(places)
+    return cell(embedded.index_select(0, rows), states.index_select(0, rows))
+
+
 class FreeTreeGeneration(Workload):
     name = "tree-generation-free"
     title = "generation of trees, free"
@@ -97,70 +186,9 @@ class FreeTreeGeneration(Workload):
 
     def hand(self, plan: Sequence[Seed]) -> Tensor:
         """All trees in lockstep, a node each."""
-        model = self.model
-        roots = model.start(torch.cat([seed.latent for seed in plan])).tanh()
-        memory = torch.cat([model.no_sibling, roots])  # states that nodes to come start from
-        stacks = [[Frame(1 + k, 0, 0, 1)] for k in range(len(plan))]
-        live = list(range(len(plan)))
-        counts = [0] * len(plan)
+        trees = Lockstep(self.model, plan)
         losses, owners = [], []
-        while live:
-            frames = [stacks[k].pop() for k in live]
-            above = memory.index_select(0, collate.tensor([f.above for f in frames]))
-            before = memory.index_select(0, collate.tensor([f.before for f in frames]))
-            features = (model.from_parent(above) + model.from_sibling(before)).tanh()
-            scores, topology = model.label(features), model.topology(features)
-            labels = scores.argmax(-1)
-            decided = (topology > 0).tolist()
-            small = [counts[k] < MOST for k in live]
-            for k in live:
-                counts[k] += 1
-            down = [
-                s and d and f.depth < DEPTH
-                for s, (d, _), f in zip(small, decided, frames, strict=True)
-            ]
-            along = [
-                s and a and f.depth > 0 and f.place < BREADTH
-                for s, (_, a), f in zip(small, decided, frames, strict=True)
-            ]
-            wanted = torch.tensor([[float(d), float(a)] for d, a in zip(down, along, strict=True)])
-            shape = F.binary_cross_entropy_with_logits(topology, wanted, reduction="none").mean(-1)
-            losses.append(F.cross_entropy(scores, labels, reduction="none") + shape)
-            owners += live
-
-            embedded = model.embedding(labels)
-            fresh = [memory]
-            size = len(memory)
-            for cell, chosen, states in (
-                (model.down, down, above),
-                (model.along, along, before),
-            ):
-                places = [i for i, yes in enumerate(chosen) if yes]
-                if not places:
-                    continue
-                rows = collate.tensor(places)
-                fresh.append(cell(embedded.index_select(0, rows), states.index_select(0, rows)))
-                for place, i in enumerate(places, start=size):
-                    f = frames[i]
-                    if cell is model.down:
-                        frame = Frame(place, 0, f.depth + 1, 1)
-                    else:
-                        frame = Frame(f.above, place, f.depth, f.place + 1)
-                        below = stacks[live[i]].pop() if down[i] else None
-                        stacks[live[i]].append(frame)  # after all that is below the node
-                        frame = below
-                    if frame is not None:
-                        stacks[live[i]].append(frame)
-                size += len(places)
-            live = [k for k in live if stacks[k]]
-            if not live:
-                break
-            # Only what is still to be read is kept.
-            used = sorted({row for k in live for f in stacks[k] for row in (f.above, f.before)})
-            used = sorted({0, *used})
-            number = {row: i for i, row in enumerate(used)}
-            for k in live:
-                for f in stacks[k]:
-                    f.above, f.before = number[f.above], number[f.before]
-            memory = torch.cat(fresh).index_select(0, collate.tensor(used))
+        while trees.live:
+            owners += trees.live
+            losses.append(trees.step())
         return collate.sum_by(collate.tensor(owners), torch.cat(losses), len(plan))

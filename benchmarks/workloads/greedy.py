@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import collate
-from benchmarks.data import VOCABULARY, id_tensors, length, word_ids
+from benchmarks.data import VOCABULARY, Ids, id_tensors, length, word_ids
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
 
 SHIFT, LEFT, RIGHT = range(3)
@@ -148,6 +148,155 @@ def random_heads(draw: Random, words: int) -> list[int]:
     return heads
 
 
+# --- by hand ---
+
+
+@dataclass
+class Moves:
+    """What the actions of one step take from stacks and buffers. Shifts come first, then arcs."""
+
+    order: list[int]  # by row of this step, the sentence's place in `live`
+    shifted: list[int]  # rows of words
+    pairs: list[int]  # rows of memory, two for each arc
+    below: list[int]  # by row of this step, what is below on the stack: a row of memory
+
+
+class Lockstep:
+    """Parses all sentences by hand-written batches, an action of each at a time.
+
+    The stacks' vectors and states are rows of a memory; row 0 is that of an empty stack.
+    """
+
+    def __init__(self, model: GreedyParserModel, plan: Sequence[Sentence]) -> None:
+        self.model = model
+        counts = np.array([len(s.words) for s in plan])
+        self.read_words(plan, counts)
+        self.hidden = model.no_stack.shape[1]
+        self.bias = model.stack_cell.bias_ih + model.stack_cell.bias_hh
+        self.ats = [Configuration(s.heads) for s in plan]
+        self.live = sorted(range(len(plan)), key=lambda k: -counts[k])  # those that still act
+        self.stacks: list[list[int]] = [[] for _ in plan]  # rows of memory; 0 is none
+        self.vectors = self.words.new_zeros(1, EMBEDDING)
+        self.states = self.words.new_zeros(1, 2 * self.hidden)
+        self.no_top = F.pad(model.no_stack, (0, self.hidden))
+        self.past = model.no_action.expand(len(self.live), -1)
+        self.history_c = self.words.new_zeros(len(self.live), self.hidden)
+        self.first = True
+
+    def read_words(self, plan: Sequence[Sentence], counts: Ids) -> None:
+        """Embeds the words, and runs the buffers' LSTM over them."""
+        model = self.model
+        packed = collate.pack(counts)
+        backwards = np.concatenate([s.ids[::-1] for s in plan])
+        self.words = model.words(collate.tensor(backwards[packed.order]))
+        buffer = collate.run_lstm(model.buffer_cell, self.words, packed.batch_sizes)
+        self.fronts = torch.cat([model.no_buffer, buffer])
+        row = np.empty(len(packed.order), dtype=np.int64)
+        row[packed.order] = np.arange(len(packed.order))
+        ends = np.cumsum(counts)  # the last of the backward words is the sentence's first
+        self.word_row = [
+            row[end - n : end][::-1].tolist() for end, n in zip(ends, counts, strict=True)
+        ]
+
+    def scores(self) -> Tensor:
+        """The scores of all actions, [live, 3]."""
+        model, ats, stacks, word_row = self.model, self.ats, self.stacks, self.word_row
+        tops = collate.tensor([stacks[k][-1] if stacks[k] else 0 for k in self.live])
+        front = collate.tensor(
+            [1 + word_row[k][ats[k].next] if ats[k].may_shift() else 0 for k in self.live]
+        )
+        memory = torch.cat([self.no_top, self.states[1:]])
+        top = memory.index_select(0, tops)[:, : self.hidden]
+        features = torch.cat([top, self.fronts.index_select(0, front), self.past], dim=-1)
+        return model.score(model.summary(features).relu())
+
+    def wanted(self) -> Tensor:
+        """The actions that do the least harm, [live]."""
+        return collate.tensor([self.ats[k].wanted() for k in self.live])
+
+    def choose(self, scores: Tensor) -> list[int]:
+        """The best action that is possible, for each live sentence."""
+        ats, live = self.ats, self.live
+        floor = scores.new_zeros(scores.shape)
+        for i, k in enumerate(live):
+            if not ats[k].may_shift():
+                floor[i, SHIFT] = -float("inf")
+        best = (scores.detach() + floor).argmax(-1).tolist()
+        forced = [ats[k].only() for k in live]
+        return [b if f is None else f for b, f in zip(best, forced, strict=True)]
+
+    def remember(self, actions: list[int]) -> Tensor:
+        """Steps the LSTM over actions. Returns the embedded actions."""
+        embedded = self.model.actions(collate.tensor(actions))
+        if self.first:
+            self.past, self.history_c = self.model.action_cell(embedded)
+            self.first = False
+        else:
+            self.past, self.history_c = self.model.action_cell(
+                embedded, (self.past, self.history_c)
+            )
+        return embedded
+
+    def move(self, actions: list[int]) -> Moves:
+        """Applies the actions to the configurations, and pops what they use from the stacks."""
+        ats, live, stacks = self.ats, self.live, self.stacks
+        order = sorted(range(len(live)), key=lambda i: actions[i] != SHIFT)
+        moves = Moves(order, [], [], [])
+        for i in order:
+            k = live[i]
+            if actions[i] == SHIFT:
+                moves.shifted.append(self.word_row[k][ats[k].next])
+            else:
+                right, left = stacks[k].pop(), stacks[k].pop()
+                moves.pairs += (right, left) if actions[i] == LEFT else (left, right)
+            ats[k].apply(actions[i])
+            moves.below.append(stacks[k][-1] if stacks[k] else 0)
+        return moves
+
+    def compose(self, moves: Moves, embedded: Tensor) -> Tensor:
+        """The vectors that go on the stacks: words that are shifted, and composed pairs."""
+        shifted, pairs = moves.shifted, moves.pairs
+        pushed = [self.words.index_select(0, collate.tensor(shifted))] if shifted else []
+        if pairs:
+            arcs = embedded.index_select(0, collate.tensor(moves.order[len(shifted) :]))
+            joined = self.vectors.index_select(0, collate.tensor(pairs)).view(-1, 2 * EMBEDDING)
+            pushed.append(self.model.compose(torch.cat([joined, arcs], dim=-1)).tanh())
+        return torch.cat(pushed) if len(pushed) > 1 else pushed[0]
+
+    def stack_states(self, moves: Moves, vector: Tensor) -> State:
+        """The states of the stacks' LSTM above the new vectors."""
+        cell = self.model.stack_cell
+        h, c = self.states.index_select(0, collate.tensor(moves.below)).chunk(2, dim=-1)
+        gates = torch.addmm(self.bias, vector, cell.weight_ih.t())
+        i, f, g, o = torch.addmm(gates, h, cell.weight_hh.t()).chunk(4, dim=-1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+
+    def push(self, moves: Moves, vector: Tensor, state: State) -> None:
+        """Puts the new rows on the stacks. Keeps the rows of sentences that still act."""
+        live, stacks = self.live, self.stacks
+        going_on = [i for i, k in enumerate(live) if not self.ats[k].is_final()]
+        size = len(self.vectors)
+        for place, i in enumerate(moves.order):
+            stacks[live[i]].append(size + place)
+        self.live = [live[i] for i in going_on]
+        if not self.live:
+            return
+        kept = [0]
+        for k in self.live:
+            rows = stacks[k]
+            stacks[k] = list(range(len(kept), len(kept) + len(rows)))
+            kept += rows
+        keep = collate.tensor(kept)
+        self.vectors = torch.cat([self.vectors, vector]).index_select(0, keep)
+        states = torch.cat([self.states, torch.cat(state, dim=-1)])
+        self.states = states.index_select(0, keep)
+        if len(self.live) < len(live):
+            staying = collate.tensor(going_on)
+            self.past = self.past.index_select(0, staying)
+            self.history_c = self.history_c.index_select(0, staying)
+
+
 class GreedyParser(Workload):
     name = "greedy-parser"
     title = "greedy parser"
@@ -169,101 +318,18 @@ class GreedyParser(Workload):
         """What can be prepared depends on the actions."""
         return minibatch
 
-    # --- by hand: all sentences in lockstep, an action each ---
-
     def hand(self, plan: Sequence[Sentence]) -> Tensor:
-        model = self.model
-        counts = np.array([len(s.words) for s in plan])
-        packed = collate.pack(counts)
-        backwards = np.concatenate([s.ids[::-1] for s in plan])
-        words = model.words(collate.tensor(backwards[packed.order]))
-        buffer = collate.run_lstm(model.buffer_cell, words, packed.batch_sizes)
-        fronts = torch.cat([model.no_buffer, buffer])
-        row = np.empty(len(packed.order), dtype=np.int64)
-        row[packed.order] = np.arange(len(packed.order))
-        ends = np.cumsum(counts)  # the last of the backward words is the sentence's first
-        word_row = [row[end - n : end][::-1].tolist() for end, n in zip(ends, counts, strict=True)]
-
-        hidden = model.no_stack.shape[1]
-        bias = model.stack_cell.bias_ih + model.stack_cell.bias_hh
-        ats = [Configuration(s.heads) for s in plan]
-        live = sorted(range(len(plan)), key=lambda k: -counts[k])  # those that still act
-        stacks: list[list[int]] = [[] for _ in plan]  # rows of memory; 0 is none
-        vectors = words.new_zeros(1, EMBEDDING)
-        states = words.new_zeros(1, 2 * hidden)
-        no_top = F.pad(model.no_stack, (0, hidden))
-        past = model.no_action.expand(len(live), -1)
-        history_c = words.new_zeros(len(live), hidden)
-        first = True
+        """All sentences in lockstep, an action each."""
+        parsers = Lockstep(self.model, plan)
         losses, owners = [], []
-        while live:
-            tops = collate.tensor([stacks[k][-1] if stacks[k] else 0 for k in live])
-            front = collate.tensor(
-                [1 + word_row[k][ats[k].next] if ats[k].may_shift() else 0 for k in live]
-            )
-            top = torch.cat([no_top, states[1:]]).index_select(0, tops)[:, :hidden]
-            features = torch.cat([top, fronts.index_select(0, front), past], dim=-1)
-            scores = model.score(model.summary(features).relu())
-            wanted = collate.tensor([ats[k].wanted() for k in live])
-            losses.append(F.cross_entropy(scores, wanted, reduction="none"))
-            owners += live
-            floor = scores.new_zeros(scores.shape)
-            for i, k in enumerate(live):
-                if not ats[k].may_shift():
-                    floor[i, SHIFT] = -float("inf")
-            best = (scores.detach() + floor).argmax(-1).tolist()
-            forced = [ats[k].only() for k in live]
-            actions = [b if f is None else f for b, f in zip(best, forced, strict=True)]
-
-            embedded = model.actions(collate.tensor(actions))
-            if first:
-                past, history_c = model.action_cell(embedded)
-                first = False
-            else:
-                past, history_c = model.action_cell(embedded, (past, history_c))
-
-            # Shifts first, then arcs: rows of this step.
-            order = sorted(range(len(live)), key=lambda i: actions[i] != SHIFT)
-            shifts = sum(action == SHIFT for action in actions)
-            shifted, pairs, below = [], [], []
-            for i in order:
-                k = live[i]
-                if actions[i] == SHIFT:
-                    shifted.append(word_row[k][ats[k].next])
-                else:
-                    right, left = stacks[k].pop(), stacks[k].pop()
-                    pairs += (right, left) if actions[i] == LEFT else (left, right)
-                ats[k].apply(actions[i])
-                below.append(stacks[k][-1] if stacks[k] else 0)
-            pushed = [words.index_select(0, collate.tensor(shifted))] if shifted else []
-            if pairs:
-                arcs = embedded.index_select(0, collate.tensor(order[shifts:]))
-                joined = vectors.index_select(0, collate.tensor(pairs)).view(-1, 2 * EMBEDDING)
-                pushed.append(model.compose(torch.cat([joined, arcs], dim=-1)).tanh())
-            vector = torch.cat(pushed) if len(pushed) > 1 else pushed[0]
-            h, c = states.index_select(0, collate.tensor(below)).chunk(2, dim=-1)
-            gates = torch.addmm(bias, vector, model.stack_cell.weight_ih.t())
-            i, f, g, o = torch.addmm(gates, h, model.stack_cell.weight_hh.t()).chunk(4, dim=-1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-
-            going_on = [i for i, k in enumerate(live) if not ats[k].is_final()]
-            size = len(vectors)
-            for place, i in enumerate(order):
-                stacks[live[i]].append(size + place)
-            live, before = [live[i] for i in going_on], live
-            if not live:
-                break
-            kept = [0]
-            for k in live:
-                rows = stacks[k]
-                stacks[k] = list(range(len(kept), len(kept) + len(rows)))
-                kept += rows
-            keep = collate.tensor(kept)
-            vectors = torch.cat([vectors, vector]).index_select(0, keep)
-            states = torch.cat([states, torch.cat([h, c], dim=-1)]).index_select(0, keep)
-            if len(live) < len(before):
-                staying = collate.tensor(going_on)
-                past = past.index_select(0, staying)
-                history_c = history_c.index_select(0, staying)
+        while parsers.live:
+            scores = parsers.scores()
+            losses.append(F.cross_entropy(scores, parsers.wanted(), reduction="none"))
+            owners += parsers.live
+            actions = parsers.choose(scores)
+            embedded = parsers.remember(actions)
+            moves = parsers.move(actions)
+            vector = parsers.compose(moves, embedded)
+            state = parsers.stack_states(moves, vector)
+            parsers.push(moves, vector, state)
         return collate.sum_by(collate.tensor(owners), torch.cat(losses), len(plan))

@@ -35,15 +35,11 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
     """Makes a function, a method, a module or a class of modules a cell.
 
     The user promises that the result of a call depends only on its tensor arguments, on parameters
-    and buffers of modules, and on its other arguments. Inside ``batch()`` the first
-    call of each kind runs the function. A later call of the same kind adds the same ops to the
-    graph without running the function. Two calls are of the same kind if their tensors agree in
-    shape, strides, dtype and ``requires_grad``, and if they have the same parameters and the same
-    other arguments. Outside a block nothing changes::
-
-        class TreeLSTM(nn.Module):
-            @ab.cell
-            def node(self, left, right): ...
+    and buffers of modules, and on its other arguments. Inside ``batch()`` the first call of each
+    kind runs the function. A later call of the same kind adds the same ops to the graph without
+    running the function. Two calls are of the same kind if their tensors agree in shape, strides,
+    dtype and ``requires_grad``, and if they have the same parameters and the same other arguments.
+    Outside a block nothing changes::
 
         expert = ab.cell(nn.Sequential(...))
 
@@ -51,28 +47,17 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
         @ab.cell
         class Expert(nn.Module): ...
 
-    Cells are the unit of batching in Suarez and Zhu's *Efficient Dynamic Batching of Large Datasets
-    with Infinite Structures*, and the vertex functions of Cavs (Xu et al. 2018, section 3).
-
     Args:
         function: the function, method, module or class. Arguments and results may be tensors, or
             tuples, lists, dicts, named tuples and dataclasses of tensors. Other arguments must be
             hashable. Numbers, strings and None are compared by value, other objects by identity.
             Without ``function``, a decorator is returned.
         compile: compile each kind of call with PyTorch's Inductor, forward and backward, when the
-            first batch of this kind runs. This takes seconds for each kind. Values and gradients
-            equal eager's up to rounding, as without ``compile``. A batch that can't be compiled (no
-            C++ compiler, an op unknown to Inductor) runs without compilation, and a
-            ``RuntimeWarning`` says why. Single calls run without compilation as well.
-        dynamic: replay calls on tensors of any sizes, not only of the same sizes. This is for
-            models whose examples differ in size (graphs, sentences). For each kind of call, the
-            function runs and is traced for the first two combinations of sizes. A later call
-            replays the traced calls of PyTorch with its own sizes, without running the function.
-            Sizes are traced through arithmetic and comparisons. A size that is used otherwise
-            (``range(n)``, a dict key) must be equal for a replay. Results that depend only on
-            sizes, such as a mask, are computed once for each combination of sizes. Programs outlive
-            the block. A function that can't be replayed (it reads a value, or uses autocast or a
-            custom ``autograd.Function``) runs as it is, and ``report()`` says why.
+            first batch of this kind runs. Values and gradients equal eager's up to rounding, as
+            without ``compile``. If a batch can't be compiled, a ``RuntimeWarning`` says why.
+        dynamic: replay calls on tensors of any sizes, not only of the same sizes. For each kind of
+            call, the function runs and is traced for the first two combinations of sizes. A
+            function that can't be replayed runs as it is, and ``report()`` says why.
 
     Returns:
         A callable that replaces ``function``. For a class or a module, the same object.
@@ -82,8 +67,7 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
         ValueError: if both ``compile`` and ``dynamic`` are true.
         RuntimeError: in a call, if the function reads a tensor's value, on which its ops could
             depend (not with ``dynamic``). A function that can't be captured as a whole for another
-            reason (it writes in place, a module in it has hooks) runs op by op, and ``report()``
-            says why.
+            reason runs op by op, and ``report()`` says why.
     """
     if function is None:
         return functools.partial(cell, compile=compile, dynamic=dynamic)

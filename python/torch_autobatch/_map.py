@@ -84,94 +84,43 @@ def map(
     """Computes ``[fn(x) for x in instances]``, batched even where instances read values.
 
     Each call of ``fn`` runs in a fiber on this thread. A call that reads a value (``item()``,
-    ``if x > 0``, ``argmax().tolist()``, ``print``, ``nonzero()``, ...) is suspended, and the next
-    call runs. When all calls are suspended, one flush computes the values that they wait for,
-    batched, and they resume. Ops that no read needs stay pending, for larger batches.
-    ``backward()`` also suspends a call: when no call can continue otherwise, all waiting roots run
-    as one batched backward.
-
-    A map opens a block. Inside an open block it joins that block instead, and ops that are pending
-    at its end stay pending. Where a plain loop is measured to be faster, the map runs as a plain
-    loop, except inside ``batch(adaptive=False)``.
+    ``if x > 0``, ...) is suspended, and the next call runs. When all calls are suspended, one
+    flush computes the values that they wait for, batched. ``backward()`` waits in the same way.
+    A map opens a block, or joins the open block. Where a plain loop is measured to be faster, the
+    map runs as a plain loop, except inside ``batch(adaptive=False)``.
 
     Args:
         fn: the code for one instance. The calls are interleaved, so they must not depend on each
-            other's side effects. They share parameters and other existing tensors. A call that sets
-            an attribute of a module to tensors (``self.hidden = h``) runs to its end without
-            interruption from there.
-        instances: the arguments of ``fn``, one for each call. The iterable is advanced only when an
-            instance starts.
+            other's side effects. They share parameters and other existing tensors.
+        instances: the arguments of ``fn``, advanced only when an instance starts.
         more: iterables of further arguments of ``fn``, as in Python's ``map``. The shortest
             iterable ends the map.
         unpack: each instance is a tuple of arguments: ``fn(*instance)``.
         return_exceptions: if an instance raises an ``Exception``, the exception is its result, and
             the other instances continue.
-        max_live: maximum number of instances that are active at a time, each with a stack of its
-            own. The next instance starts when one ends. None: no limit.
+        max_live: maximum number of instances that are active at a time. None: no limit.
         policy, enabled, max_pending, verify, granularity, check_cells, defer_checks, profile: as
             for ``batch``.
 
     Returns:
         The results, in the order of the instances. They may be any objects. Tensors have the
-        shapes, values and autograd history that they would have in a loop. ``last_report()``
-        reports what ran.
+        shapes, values and autograd history that they would have in a loop.
 
     Raises:
         TypeError: if ``fn`` is an ``async def``, or an argument has a wrong type.
         Exception: the error of the first instance, in the order of instances, that fails, with a
-            note that names the instance. Instances before it run to their end. Instances after it
-            are ended at their current position (``GreenletExit`` is raised there, so ``finally``
-            blocks run). KeyboardInterrupt and SystemExit end all instances.
-
-    Sources: batches as in Neubig, Goldberg, Dyer 2017; fibers for instances that read values as in
-    ACRoBat (Fegade, Chen, Gibbons, Mowry 2023, section 4.2).
+            note that names the instance. Instances before it run to their end. In instances after
+            it, ``GreenletExit`` is raised at their current position. KeyboardInterrupt and
+            SystemExit end all instances.
     """
     _check(fn, max_live, unpack, return_exceptions, enabled)
-    if more and unpack:
-        raise TypeError(
-            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables. "
-            "Remove unpack=True, or zip the iterables"
-        )
-    if more:
-        instances, unpack = zip(instances, *more, strict=False), True
-    call = (lambda arguments: fn(*arguments)) if unpack else fn
+    call, instances = _with_one_argument(fn, instances, more, unpack)
     if not enabled:
         with batch(enabled=False):
             return _loop(call, instances, return_exceptions)
     register_known()
-    scope = batch(
-        policy,
-        max_pending=max_pending,
-        verify=verify,
-        granularity=granularity,
-        check_cells=check_cells,
-        defer_checks=defer_checks,
-        # Reads do not pause capture in a map, because its instances wait for each other.
-        adaptive=None if _C.is_open() else False,
-        profile=profile,
-    )
-    try:
-        with scope, _Backward():
-            if scope._runs_eagerly(fn):
-                return _loop(call, instances, return_exceptions)
-            with watch_modules:
-                results: list[Any] = _C.run_fibers(
-                    call,
-                    iter(instances),
-                    return_exceptions,
-                    max_live or 0,
-                    _serve,
-                    _tensors_in,
-                    note_shared_state,
-                )
-    except TypeError as error:
-        if not unpack and "required positional argument" in str(error):
-            error.add_note(
-                "if the instances are tuples of arguments, call ab.map(..., unpack=True)"
-            )
-        raise
-    check_results("map", fn, *results)
-    return results
+    scope = _block(policy, max_pending, verify, granularity, check_cells, defer_checks, profile)
+    return _run(scope, fn, call, instances, return_exceptions, max_live or 0)
 
 
 def _check(
@@ -191,6 +140,81 @@ def _check(
     check_count("map", "max_live", max_live)
     truths = {"unpack": unpack, "return_exceptions": return_exceptions, "enabled": enabled}
     check_truths("map", truths)
+
+
+def _with_one_argument(
+    fn: Callable[..., Any], instances: Iterable[Any], more: tuple[Iterable[Any], ...], unpack: bool
+) -> tuple[Callable[[Any], Any], Iterable[Any]]:
+    """Returns the function of one argument to call, and its arguments.
+
+    The function is ``fn`` itself if instances are not unpacked.
+    """
+    if more and unpack:
+        raise TypeError(
+            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables. "
+            "Remove unpack=True, or zip the iterables"
+        )
+    if more:
+        instances = zip(instances, *more, strict=False)
+    elif not unpack:
+        return fn, instances
+    return (lambda arguments: fn(*arguments)), instances
+
+
+def _block(
+    policy: Policy,
+    max_pending: int | None,
+    verify: bool,
+    granularity: Granularity,
+    check_cells: bool,
+    defer_checks: bool | None,
+    profile: bool,
+) -> batch:
+    """Makes the block in which a map runs."""
+    return batch(
+        policy,
+        max_pending=max_pending,
+        verify=verify,
+        granularity=granularity,
+        check_cells=check_cells,
+        defer_checks=defer_checks,
+        # Reads do not pause capture in a map, because its instances wait for each other.
+        adaptive=None if _C.is_open() else False,
+        profile=profile,
+    )
+
+
+def _run(
+    scope: batch,
+    fn: Callable[..., Any],
+    call: Callable[[Any], Any],
+    instances: Iterable[Any],
+    return_exceptions: bool,
+    max_live: int,
+) -> list[Any]:
+    """Runs the instances in a block, in fibers or as a plain loop. ``call`` calls ``fn``."""
+    try:
+        with scope, _Backward():
+            if scope._runs_eagerly(fn):
+                return _loop(call, instances, return_exceptions)
+            with watch_modules:
+                results: list[Any] = _C.run_fibers(
+                    call,
+                    iter(instances),
+                    return_exceptions,
+                    max_live,
+                    _serve,
+                    _tensors_in,
+                    note_shared_state,
+                )
+    except TypeError as error:
+        if call is fn and "required positional argument" in str(error):
+            error.add_note(
+                "if the instances are tuples of arguments, call ab.map(..., unpack=True)"
+            )
+        raise
+    check_results("map", fn, *results)
+    return results
 
 
 def _loop(
