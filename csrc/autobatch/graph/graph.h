@@ -223,8 +223,7 @@ struct Tape {
       if (map.of != kNone) here.push_back(map);
     }
   }
-  // Whether a pending tensor stands for the value, a view of it, or a result that shares its
-  // memory.
+  // Whether a pending tensor stands for the value, a view of it, or a value that shares its memory.
   bool is_looked_at(ValueId base) const;
   // Whether a waiting node reads the value or a view of it. Nodes captured since the last read
   // (flush_progress.cpp) do not count.
