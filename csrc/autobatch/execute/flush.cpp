@@ -365,6 +365,11 @@ void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptio
 }
 
 bool run_slice(Graph& graph, const FlushOptions& options) {
+  if (!graph.tape().sharers.empty()) {  // as in relieve_graph
+    if (graph.num_waiting() == 0) return false;
+    flush_pending(graph, {}, options);
+    return true;
+  }
   const auto began = std::chrono::steady_clock::now();
   std::vector<NodeId> nodes;
   {
