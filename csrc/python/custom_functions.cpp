@@ -218,6 +218,11 @@ PyObject* apply_at_once(Scope& scope, const Applied& call, const Given& given,
     scope.note_at_once(info.name, reason);
     ensure_real(given.pending, info.name + ": " + why.substr(0, why.find(" (")));
   }
+  // PyTorch adds the history to the tensors that forward returns, so these must not be pending.
+  const struct EagerGuard {
+    bool before = set_eager(true);
+    ~EagerGuard() { set_eager(before); }
+  } eager;
   return call.originally();
 }
 
@@ -263,6 +268,20 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
   return out.release().ptr();
 }
 
+// Whether forward may be captured op by op.
+bool is_capturable(const Applied& call) {
+  const auto module = py::module_::import("torch_autobatch._function_capture");
+  return module.attr("is_capturable")(py::handle(call.function)).cast<bool>();
+}
+
+PyObject* capture_forward(const Applied& call) {
+  CellTrace::break_off("a custom autograd.Function is called", info_of(call.function).name);
+  const auto module = py::module_::import("torch_autobatch._function_capture");
+  return module.attr("capture")(py::handle(call.function), py::handle(call.arguments))
+      .release()
+      .ptr();
+}
+
 PyObject* apply(const Applied& given_call) {
   HANDLE_TH_ERRORS
   Applied call = given_call;
@@ -284,10 +303,9 @@ PyObject* apply(const Applied& given_call) {
   const bool named = call.named != nullptr && PyDict_GET_SIZE(call.named) != 0;
   const py::object known =
       helper("call_of")(py::handle(call.function), py::handle(call.arguments), named);
-  if (py::isinstance<py::str>(known)) {
-    return apply_at_once(*scope, call, given, known.cast<std::string>());
-  }
-  return apply_captured(*scope, call, known);
+  if (!py::isinstance<py::str>(known)) return apply_captured(*scope, call, known);
+  if (!named && !given.pending.empty() && is_capturable(call)) return capture_forward(call);
+  return apply_at_once(*scope, call, given, known.cast<std::string>());
   END_HANDLE_TH_ERRORS
 }
 

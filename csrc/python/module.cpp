@@ -7,6 +7,7 @@
 #include "python/call_site.h"
 #include "python/cells/cells.h"
 #include "python/cells/compiled_subgraphs.h"
+#include "python/captured_functions.h"
 #include "python/collector.h"
 #include "python/deferred_checks.h"
 #include "python/fastpath/patches.h"
@@ -251,6 +252,7 @@ PYBIND11_MODULE(_C, m) {
   autobatch::bind_fibers(m.ptr());
   autobatch::add_server_type(m.ptr());
   autobatch::bind_gradients(m.ptr());
+  autobatch::bind_captured_functions(m.ptr());
   autobatch::watch_collector();
   autobatch::set_place_provider(autobatch::python_place);
   autobatch::set_caller_provider(autobatch::python_caller);

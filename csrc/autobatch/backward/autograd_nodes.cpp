@@ -362,7 +362,8 @@ Origin origin_of(const Tape& tape, ValueId id) {
 std::string name_of(const Tape& tape, ValueId id) {
   const Value& value = tape.values[id];
   if (value.is_graph_input()) return "view";
-  return tape.nodes[value.node].signature->op->handle.schema().name();
+  const std::string& op = tape.nodes[value.node].signature->op->name;  // "aten::add.Tensor"
+  return op.substr(0, op.find('.'));
 }
 
 // Removes the gradient edges from the tape's graph inputs. Each ExitNode then owns the autograd

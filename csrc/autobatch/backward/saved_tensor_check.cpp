@@ -79,7 +79,8 @@ class Trial {
 };
 
 // Returns a bit mask of the operands and results that eager saves. Bit s is operand s, and bit 32 +
-// k is result k. If the op cannot be run on zeros, returns the operands that its rule reads.
+// k is result k. If the op cannot be run on zeros, returns the operands
+// and results that its rule reads.
 uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   const Rule& rule = *node.signature->rule;
   uint64_t saved = 0;
@@ -101,6 +102,9 @@ uint64_t what_eager_saves(const Tape& tape, const Node& node) {
     if (host_interrupts(error)) throw;
     for (uint32_t s = 0; s < operands; ++s) {
       if (rule.reads(s)) saved |= uint64_t{1} << s;
+    }
+    for (uint32_t k = 0; k < std::min<uint32_t>(node.num_values, 32); ++k) {
+      if (rule.reads_result(k)) saved |= uint64_t{1} << (32 + k);
     }
   }
   return saved;

@@ -34,7 +34,8 @@ const Watcher* watcher_but_hooks(const CaptureState& state) {
       return &kMode;
     }
   }
-  if (torch::autograd::get_current_graph_task_id() != -1 || state.formula != nullptr) {
+  if (torch::autograd::get_current_graph_task_id() != state.graph_task ||
+      state.formula != nullptr) {
     return &kEngine;
   }
   return torch::autograd::AnomalyMode::is_enabled() ? &kAnomaly : nullptr;

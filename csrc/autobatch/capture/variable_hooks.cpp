@@ -8,18 +8,54 @@
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/shared_memory.h"
 #include "autobatch/scope/scope.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/VariableHooksInterface.h>
 
 #include <mutex>
+#include <optional>
 
 namespace autobatch {
 namespace {
 
 using at::Tensor;
 using at::TensorBase;
+
+// Returns the pending tensor, if it is a result of an op of this thread's scope or a view of such a
+// result. Returns null if eager's state is not known without computing the tensor.
+const PendingTensor* own_result(const TensorBase& self) {
+  const PendingTensor* pending = as_pending(self);
+  const Scope* scope = pending != nullptr ? Scope::current() : nullptr;
+  if (scope == nullptr || !pending->is_pending() || pending->graph() != &scope->graph()) {
+    return nullptr;
+  }
+  const Graph& graph = scope->graph();
+  const Value& value = graph.value(pending->value());
+  const bool known = value.kind < ViewKind::kDetached && !self.unsafeGetTensorImpl()->is_inference() &&
+                     !graph.value(value.base).is_graph_input();
+  return known ? pending : nullptr;
+}
+
+// Whether autograd does not treat the tensor as a view. Returns false if that is not known.
+bool is_no_view(const TensorBase& self) {
+  const PendingTensor* pending = own_result(self);
+  if (pending == nullptr || shares_memory(Tensor(self))) return false;
+  const Value& value = pending->graph()->value(pending->value());
+  return value.base == pending->value() && value.call == 0;
+}
+
+// Returns the number of writes to the tensor's memory, if it is known.
+std::optional<uint32_t> known_version(const TensorBase& self) {
+  const PendingTensor* pending = own_result(self);
+  if (pending == nullptr || shares_memory(Tensor(self))) return {};
+  Graph& graph = *pending->graph();
+  const ValueId base = graph.value(pending->value()).base;
+  if (const Memory* memory = graph.memory_of(base)) return memory->version;
+  const auto written = graph.tape().versions.find(base);
+  return written == graph.tape().versions.end() ? 0 : written->second;
+}
 
 // Forwards all calls to PyTorch's own hooks, after computing the tensor if needed.
 class Hooks final : public at::impl::VariableHooksInterface {
@@ -52,6 +88,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
     hooks(self, "the removal of a hook").remove_hook(self, pos);
   }
   bool is_view(const TensorBase& self) const override {
+    if (is_no_view(self)) return false;
     return hooks(self, "a read of _is_view()").is_view(self);
   }
   const TensorBase& base(const TensorBase& self) const override {
@@ -80,6 +117,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
   }
   TensorBase data(const TensorBase& self) const override { return variable_data(self); }
   int64_t _version(const TensorBase& self) const override {
+    if (const std::optional<uint32_t> known = known_version(self)) return *known;
     return hooks(self, "a read of _version")._version(self);
   }
   void retain_grad(const TensorBase& self) const override {

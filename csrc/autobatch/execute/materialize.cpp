@@ -7,6 +7,7 @@
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/view_roots.h"
 #include "autobatch/kernels/region_kinds.h"
+#include "autobatch/rules/captured_function.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -112,12 +113,14 @@ class OwnCopies {
 // refers to its base, so that an in-place write to the view becomes part of the base's history.
 // `root` may itself be a view, even of a base with another dtype (`z.imag`). Only the view function
 // of `root` can make such a view again.
-void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind) {
+// `of_function`: whether a custom autograd.Function returned the view.
+void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind, bool of_function) {
   using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
   using torch::autograd::ViewInfo;
   CreationMeta made = kind == ViewKind::kNoGrad         ? CreationMeta::NO_GRAD_MODE
                       : kind == ViewKind::kOneOfSeveral ? CreationMeta::MULTI_OUTPUT_NODE
+                      : of_function                     ? CreationMeta::IN_CUSTOM_FUNCTION
                                                         : CreationMeta::DEFAULT;
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const auto* of_root = torch::autograd::impl::get_view_autograd_meta(root);
@@ -157,6 +160,13 @@ bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
 }
 
+// Whether the base is the result of a custom autograd.Function.
+bool is_of_function(const Tape& tape, const Value& base) {
+  if (base.is_graph_input()) return false;
+  const OpInfo* op = tape.nodes[base.node].signature->op;
+  return op != nullptr && is_function_results(*op);
+}
+
 // Returns the value whose tensor is the base of the view `id`, also if the view reads the memory of
 // the base in another way.
 ValueId shared_root_of(const Tape& tape, ValueId id) {
@@ -164,7 +174,8 @@ ValueId shared_root_of(const Tape& tape, ValueId id) {
     id = root_of(tape, id);
     const ValueId other = tape.values[id].base == id ? reinterpreted_value(tape, id) : kNone;
     if (other == kNone) return id;
-    id = other;
+    // The operand of a custom function is its result, detached.
+    id = is_of_function(tape, tape.values[id]) ? tape.values[other].parent : other;
   }
 }
 
@@ -272,7 +283,7 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     if (!handle.is_inference() && (!is_leaf || value.kind == ViewKind::kNoGrad)) {
       at::Tensor root = roots.find(id, memory, edges);
       if (is_leaf && !(root.defined() && root.requires_grad())) root = leaf_base_of(handle);
-      if (root.defined()) link_view(handle, root, value.kind);
+      if (root.defined()) link_view(handle, root, value.kind, is_of_function(record.tape, base));
     }
     if (!recorded) continue;
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;

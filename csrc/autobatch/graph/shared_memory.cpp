@@ -5,6 +5,7 @@
 #include "autobatch/graph/signature.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace autobatch {
 
@@ -54,6 +55,25 @@ bool shares_memory(const at::Tensor& tensor) {
   if (pending == nullptr || !pending->is_pending()) return false;
   const Tape& tape = pending->graph()->tape();
   return reinterpreted_value(tape, tape.values[pending->value()].base) != kNone;
+}
+
+bool share_memory(const at::Tensor& a, const at::Tensor& b) {
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  // Returns the value that owns the memory of a pending tensor, and the tensor with this memory if
+  // it is not pending.
+  const auto memory_of = [](const at::Tensor& tensor) {
+    const PendingTensor* pending = as_pending(tensor);
+    if (pending == nullptr || !pending->is_pending()) return std::pair(kNone, tensor);
+    const Tape& tape = pending->graph()->tape();
+    const ValueId owner = memory_owner(tape, tape.values[pending->value()].base);
+    const Value& value = tape.values[owner];
+    const bool is_real = value.is_graph_input() && !tape.graph_inputs[value.index].is_copy;
+    return std::pair(owner, is_real ? tape.graph_inputs[value.index].data : at::Tensor());
+  };
+  const auto [owner_a, real_a] = memory_of(a);
+  const auto [owner_b, real_b] = memory_of(b);
+  if (owner_a != kNone && owner_a == owner_b) return true;
+  return real_a.defined() && real_b.defined() && real_a.is_alias_of(real_b);
 }
 
 bool is_shared(const Tape& tape, ValueId base) {

@@ -6,6 +6,7 @@
 // together, and before a write to them.
 #pragma once
 
+#include "autobatch/export.h"
 #include "autobatch/graph/graph.h"
 
 namespace autobatch {
@@ -25,6 +26,8 @@ bool is_conjugated(const Tape& tape, ValueId base);
 bool is_conjugated(const at::Tensor& tensor);  // the same for a pending tensor
 // Whether the pending tensor shares the memory of a value that is not its base in the graph.
 bool shares_memory(const at::Tensor& tensor);
+// Whether two tensors share memory in eager mode. At least one of them is pending.
+AUTOBATCH_INTERNAL bool share_memory(const at::Tensor& a, const at::Tensor& b);
 
 // Whether pending tensors stand for a result that shares the memory of `base`.
 bool is_shared(const Tape& tape, ValueId base);

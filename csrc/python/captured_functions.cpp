@@ -1,0 +1,196 @@
+#include "python/captured_functions.h"
+
+#include "autobatch/capture/capture.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/shared_memory.h"
+#include "autobatch/rules/captured_function.h"
+#include "autobatch/scope/inner_scope.h"
+#include "autobatch/scope/scope.h"
+#include "python/fastpath/patches.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/core/dispatch/DispatchKeyExtractor.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/extension.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace autobatch {
+namespace {
+
+// A call, as Python describes it (_function_capture.Call).
+class PythonCall final : public FunctionCall {
+ public:
+  explicit PythonCall(const py::object& object) : object_(py::object(object).release().ptr()) {}
+  ~PythonCall() override {
+    if (Py_IsInitialized() == 0) return;
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(object_);
+  }
+  py::handle object() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+py::handle object_of(const FunctionCall& call) {
+  return static_cast<const PythonCall&>(call).object();
+}
+
+py::object wrap(const at::Tensor& tensor) {  // None if undefined
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+std::vector<at::Tensor> tensors_of(const py::handle& sequence) {
+  std::vector<at::Tensor> tensors;
+  for (const py::handle item : sequence) {
+    tensors.push_back(item.is_none() ? at::Tensor() : THPVariable_Unpack(item.ptr()));
+  }
+  return tensors;
+}
+
+// Hands out the tensors of the members, one member after another.
+class MemberViews {
+ public:
+  explicit MemberViews(const std::vector<MemberTensors>& columns)
+      : columns_(columns), offsets_(columns.size(), 0) {}
+
+  // Returns the tensors of the next member, as a tuple.
+  py::tuple next() {
+    py::tuple tensors(columns_.size());
+    for (size_t i = 0; i < columns_.size(); ++i) {
+      const auto& [flat, sizes, requires_grad] = columns_[i];
+      if (!flat.defined()) {
+        tensors[i] = py::none();
+        continue;
+      }
+      const at::IntArrayRef of_member = sizes[member_];
+      const int64_t numel = c10::multiply_integers(of_member);
+      const at::Tensor tensor = flat.narrow(0, offsets_[i], numel).view(of_member);
+      if (requires_grad) {
+        torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
+      }
+      tensors[i] = wrap(tensor);
+      offsets_[i] += numel;
+    }
+    ++member_;
+    return tensors;
+  }
+
+ private:
+  const std::vector<MemberTensors>& columns_;
+  std::vector<int64_t> offsets_;
+  size_t member_ = 0;
+};
+
+InputGradient joined(const std::vector<at::Tensor>& by_member) {
+  InputGradient made;
+  std::vector<at::Tensor> given;
+  for (size_t m = 0; m < by_member.size(); ++m) {
+    if (!by_member[m].defined()) continue;
+    made.members.push_back(m);
+    given.push_back(by_member[m].reshape({-1}));
+  }
+  if (!given.empty()) made.flat = given.size() == 1 ? given[0].contiguous() : at::cat(given);
+  return made;
+}
+
+// A scope for the ops of backward calls.
+class BackwardBlock {
+ public:
+  BackwardBlock() { block_opens(); }
+  ~BackwardBlock() {
+    scope_.reset();
+    block_closes();
+  }
+  BackwardBlock(const BackwardBlock&) = delete;
+  BackwardBlock& operator=(const BackwardBlock&) = delete;
+  void finish() { scope_->finish(); }
+
+ private:
+  std::optional<InnerScope> scope_{std::in_place};
+};
+
+std::vector<InputGradient> run_backward(const FunctionBackward& batch) {
+  const py::gil_scoped_acquire gil;
+  std::optional<BackwardBlock> block;
+  if (batch.calls.size() > 1) block.emplace();
+  std::vector<std::vector<at::Tensor>> found(batch.inputs.size(),
+                                             std::vector<at::Tensor>(batch.calls.size()));
+  MemberViews inputs(batch.inputs), results(batch.results), gradients(batch.gradients);
+  for (size_t m = 0; m < batch.calls.size(); ++m) {
+    const py::object of_member = object_of(*batch.calls[m])
+                                     .attr("gradients")(inputs.next(), results.next(),
+                                                        gradients.next());
+    const std::vector<at::Tensor> by_input = tensors_of(of_member);
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (batch.wanted[i] != 0) found[i][m] = by_input[i];
+    }
+  }
+  std::vector<InputGradient> made;
+  made.reserve(found.size());
+  for (const auto& by_member : found) made.push_back(joined(by_member));
+  found.clear();
+  if (block.has_value()) block->finish();
+  return made;
+}
+
+std::vector<at::Tensor> reapply(const std::shared_ptr<FunctionCall>& call, at::TensorList results,
+                                at::TensorList inputs) {
+  const py::gil_scoped_acquire gil;
+  return tensors_of(object_of(*call).attr("reapply")(results.vec(), inputs.vec()));
+}
+
+std::vector<at::Tensor> capture_function(const py::object& object, FunctionTraits traits,
+                                         const std::vector<at::Tensor>& results,
+                                         const std::vector<at::Tensor>& inputs) {
+  Scope* scope = capturing_scope();
+  TORCH_CHECK(scope != nullptr, "capture_function: no ops are captured now");
+  CellTrace::break_off("it calls a custom autograd.Function", traits.name);
+  const auto call = std::make_shared<PythonCall>(object);
+  FunctionCall::add(call);
+  at::Tensor number;
+  {
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+    number = at::scalar_tensor(call->number(), at::kLong);
+  }
+  c10::DispatchKeySet keys = number.key_set();
+  for (const auto* tensors : {&results, &inputs}) {
+    for (const at::Tensor& tensor : *tensors) keys = keys | tensor.key_set();
+  }
+  keys = c10::impl::computeDispatchKeySet(keys, c10::DispatchKeySet(c10::DispatchKeySet::FULL));
+  torch::jit::Stack stack{c10::List<at::Tensor>(results), number, c10::List<at::Tensor>(inputs)};
+  capture_as(function_results_op(traits), keys, &stack);
+  scope->keep(call);
+  if (stack.size() == 1 && stack[0].isTensorList()) return stack[0].toTensorVector();
+  std::vector<at::Tensor> captured;
+  for (const c10::IValue& result : stack) captured.push_back(result.toTensor());
+  return captured;
+}
+
+}  // namespace
+
+void bind_captured_functions(PyObject* module) {
+  auto m = py::reinterpret_borrow<py::module_>(module);
+  m.def("share_memory", &share_memory);
+  // capture_function(call, name, shares_memory, saves, saved_results, saved_inputs, results,
+  // inputs)
+  m.def("capture_function",
+        [](const py::object& call, std::string name, bool shares_memory, bool saves,
+           std::vector<uint8_t> saved_results, std::vector<uint8_t> saved_inputs,
+           const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& inputs) {
+          return capture_function(call,
+                                  {std::move(name), shares_memory, saves, std::move(saved_results),
+                                   std::move(saved_inputs)},
+                                  results, inputs);
+        });
+  set_function_host({run_backward, reapply});
+}
+
+}  // namespace autobatch

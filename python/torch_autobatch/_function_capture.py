@@ -1,0 +1,242 @@
+"""Custom autograd.Functions without a vmap rule: forward is captured op by op."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from torch_autobatch import _C
+
+
+class Context(FunctionCtx):
+    """The ``ctx`` of a call: PyTorch's own is an autograd node, which can't wait for its inputs."""
+
+    _forward_cls: type[Function]
+    needs_input_grad: tuple[bool, ...]
+    to_save: Any = ()
+    non_differentiable: Any = ()
+    dirty_tensors: Any = ()
+    materialize_grads = True
+    _saved: "tuple[Tensor | None, ...] | None" = None
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        if self._saved is None:
+            raise RuntimeError("ctx.saved_tensors can be read only in backward")
+        return self._saved
+
+
+class Call:
+    """One call of a Function in a block."""
+
+    def __init__(self, function: type[Function], arguments: tuple[Any, ...]) -> None:
+        self.function = function
+        self.context = Context()
+        self.context._forward_cls = function
+        self.context.needs_input_grad = tuple(
+            isinstance(a, Tensor) and a.requires_grad for a in arguments
+        )
+        self._is_tensor = tuple(isinstance(a, Tensor) for a in arguments)
+        self._inputs = [(a.shape, a.dtype) for a in arguments if isinstance(a, Tensor)]
+        self._outputs: list[tuple[Any, ...] | None] = []  # shape, dtype, device; None: no tensor
+        self._differentiable: list[int] = []  # the outputs that have a gradient
+        self._saved: list[tuple[str, Any]] = []
+        self.shares_memory = False
+
+    def note_outputs(self, outputs: tuple[Any, ...], inputs: list[Tensor]) -> list[Tensor]:
+        """Notes what forward returned and saved. Returns the outputs that have a gradient."""
+        context = self.context
+        plain = {id(t) for t in context.non_differentiable or ()}
+        for place, output in enumerate(outputs):
+            if not isinstance(output, Tensor):
+                self._outputs.append(None)
+                continue
+            self._outputs.append((output.shape, output.dtype, output.device))
+            if id(output) not in plain and (output.is_floating_point() or output.is_complex()):
+                self._differentiable.append(place)
+        results = [outputs[place] for place in self._differentiable]
+        by_input = {id(t): i for i, t in enumerate(inputs)}
+        by_result = {id(t): k for k, t in enumerate(results)}
+        for i, tensor in enumerate(context.to_save or ()):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise TypeError(
+                    "save_for_backward can only save variables, but argument "
+                    f"{i} is of type {type(tensor).__name__}"
+                )
+            if id(tensor) in by_input:
+                self._saved.append(("input", by_input[id(tensor)]))
+            elif id(tensor) in by_result:
+                self._saved.append(("result", by_result[id(tensor)]))
+            else:
+                self._saved.append(("other", tensor))
+        context.to_save = context.non_differentiable = ()
+        self.shares_memory = any(
+            result is given or _C.share_memory(result, given)
+            for result in results
+            for given in inputs
+        )
+        return results
+
+    def saves(self, kind: str, count: int) -> list[int]:
+        """Returns for each of ``count`` inputs or results whether forward saved it."""
+        saved = {place for what, place in self._saved if what == kind}
+        return [int(i in saved) for i in range(count)]
+
+    @property
+    def saves_any(self) -> bool:
+        return bool(self._saved)
+
+    def gradients(
+        self,
+        inputs: tuple[Tensor | None, ...],
+        results: tuple[Tensor | None, ...],
+        gradients: tuple[Tensor | None, ...],
+    ) -> list[Tensor | None]:
+        """Runs the Function's backward. Returns the gradients of the tensor arguments.
+
+        ``inputs`` and ``results`` contain the tensors that forward saved. ``gradients`` are those
+        of the outputs that have a gradient.
+        """
+        context, of_output = self.context, dict(zip(self._differentiable, gradients, strict=True))
+        every: list[Tensor | None] = []
+        for place, meta in enumerate(self._outputs):
+            gradient = of_output.get(place)
+            if gradient is None and meta is not None and context.materialize_grads:
+                shape, dtype, device = meta
+                gradient = torch.zeros(shape, dtype=dtype, device=device)
+            every.append(gradient)
+        kinds = {"input": inputs, "result": results}
+        context._saved = tuple(
+            tensor if kind == "other" else kinds[kind][tensor] for kind, tensor in self._saved
+        )
+        has_vjp = self.function.vjp is not Function.vjp
+        try:
+            found = (self.function.vjp if has_vjp else self.function.backward)(context, *every)
+        finally:
+            context._saved = None
+        return self._checked(found if isinstance(found, tuple) else (found,))
+
+    def _checked(self, found: tuple[Any, ...]) -> list[Tensor | None]:
+        """Checks what backward returned, as autograd does. Returns it for the tensor arguments."""
+        name, expected = f"{self.function.__name__}Backward", len(self._is_tensor)
+        if len(found) > expected and all(g is None for g in found[expected:]):
+            found = found[:expected]
+        if len(found) != expected:
+            raise RuntimeError(
+                f"function {name} returned an incorrect number of gradients "
+                f"(expected {expected}, got {len(found)})"
+            )
+        checked: list[Tensor | None] = []
+        for place, gradient in enumerate(found):
+            if self._is_tensor[place]:
+                checked.append(self._fitted(gradient, len(checked), place, name))
+            elif gradient is not None:
+                raise RuntimeError(
+                    f"function {name} returned a gradient different than None at position "
+                    f"{place + 1}, but the corresponding forward input was not a Variable"
+                )
+        return checked
+
+    def _fitted(self, gradient: Any, number: int, place: int, name: str) -> Tensor | None:
+        """Returns the gradient with the shape and dtype of its argument."""
+        if gradient is None or not self.context.needs_input_grad[place]:
+            return None
+        if not isinstance(gradient, Tensor):
+            raise RuntimeError(f"expected Variable or None (got {type(gradient).__name__})")
+        shape, dtype = self._inputs[number]
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if gradient.shape != shape:
+            try:
+                gradient = gradient.sum_to_size(shape)
+            except RuntimeError:
+                raise RuntimeError(
+                    f"Function {name} returned an invalid gradient at index {number} - got "
+                    f"{list(gradient.shape)} but expected shape compatible with {list(shape)}"
+                ) from None
+        if gradient.dtype != dtype:
+            if gradient.is_complex() and not dtype.is_complex:
+                gradient = gradient.real
+            gradient = gradient.to(dtype)
+        return gradient
+
+    def reapply(self, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Returns the results with this call as their history, for autograd itself."""
+        return list(_Reapplied.apply(self, len(results), *results, *inputs))  # type: ignore[no-untyped-call]
+
+
+class _Reapplied(Function):
+    """A call whose forward has run: returns its results, and has its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        made = tuple(
+            t.view_as(t) if call.shares_memory else t.clone() for t in tensors[:count]
+        )
+        ctx.call, ctx.count = call, count
+        ctx.save_for_backward(*made, *tensors[count:])
+        ctx.set_materialize_grads(False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        saved = ctx.saved_tensors
+        found = ctx.call.gradients(saved[ctx.count :], saved[: ctx.count], gradients)
+        return (None, None, *[None] * ctx.count, *found)
+
+
+def is_capturable(function: type[Function]) -> bool:
+    """Whether calls of the class can be captured: forward must not write to its arguments."""
+    if not issubclass(function, Function):
+        return False
+    if function.vjp is not Function.vjp and function.backward is not Function.backward:
+        return False
+    return not any("mark_dirty" in names for names in _names(function))
+
+
+def _names(function: type[Function]) -> list[tuple[str, ...]]:
+    methods: list[Any] = [function.forward, function.setup_context]
+    return [m.__code__.co_names for m in methods if hasattr(m, "__code__")]
+
+
+def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
+    """Calls the Function in a block. The ops of its forward are captured, and run in batches.
+
+    Returns what ``apply`` returns.
+    """
+    call = Call(function, arguments)
+    inputs = [a for a in arguments if isinstance(a, Tensor)]
+    with torch.no_grad():
+        if function.setup_context is Function.setup_context:
+            found = function.forward(call.context, *arguments)
+        else:
+            found = function.forward(*arguments)
+            function.setup_context(call.context, arguments, found)
+        outputs = list(found) if isinstance(found, tuple) else [found]
+        results = call.note_outputs(tuple(outputs), inputs)
+        # Autograd does not return an argument itself.
+        for place, output in enumerate(outputs):
+            if any(output is given for given in inputs):
+                outputs[place] = output.view_as(output)
+        results = [outputs[place].detach() for place in call._differentiable]
+    if call.context.dirty_tensors:
+        raise RuntimeError(
+            f"{function.__name__}.forward calls ctx.mark_dirty() indirectly, which is not possible "
+            "in a batch() block. Call it in forward itself, or call the Function in eager()."
+        )
+    if results and torch.is_grad_enabled() and any(call.context.needs_input_grad):
+        captured = _C.capture_function(
+            call,
+            f"{function.__name__}.apply",
+            call.shares_memory,
+            call.saves_any,
+            call.saves("result", len(results)),
+            call.saves("input", len(inputs)),
+            results,
+            inputs,
+        )
+        for place, result in zip(call._differentiable, captured, strict=True):
+            outputs[place] = result
+    return tuple(outputs) if isinstance(found, tuple) else outputs[0]
