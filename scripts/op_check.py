@@ -55,7 +55,7 @@ CLASSES = {
     "functorch": "one call a batch, by functorch's batching rule",
     "loop": "captured, one call an instance",
     "factory": "reads no pending tensor's values: runs as usual, flushes nothing",
-    "at once": "its arguments are computed, then it runs",
+    "eager": "its arguments are computed, then it runs eagerly",
     "flush": "reads values without an op of its own",
 }
 BATCHED = {"view", "native", "functorch"}
@@ -337,10 +337,10 @@ def classify(done: Run) -> tuple[str, set[str]]:
                 reasons.add(f"alone: {row.op}")
     for at_once in report.at_once:
         if is_ops_own(at_once.site):
-            kinds.add("at once")
-            reasons.add(f"at once: {at_once.op}: {at_once.reason}")
+            kinds.add("eager")
+            reasons.add(f"eager: {at_once.op}: {at_once.reason}")
     flushes = {flush.reason for flush in report.flushes if is_ops_own(flush.site)}
-    if "at once" not in kinds and flushes:
+    if "eager" not in kinds and flushes:
         kinds.add("flush")
         reasons |= {f"flush: {reason}" for reason in flushes}
     if not kinds:

@@ -110,8 +110,8 @@ axes.set_xlabel("ops in a call, mean")
 # Latency
 # -------
 #
-# All requests arrive at once. One after the other, the last one waits for all others. In an engine
-# requests share calls, and short ones need not wait for long ones.
+# All requests arrive at the same time. One after the other, the last one waits for all others. In
+# an engine requests share calls, and short ones need not wait for long ones.
 
 
 def one_by_one() -> list[float]:

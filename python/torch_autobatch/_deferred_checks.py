@@ -4,7 +4,7 @@ A check reads the truth of a tensor, and one of the two truths leads to nothing 
 ``batch()`` continues with the other truth, and the flush that computes the tensor performs the
 check. The decision is made from the source: the statement must be an ``if`` or an ``assert`` whose
 failing branch ends with ``raise`` on every path, and nothing between the statement and the block
-may catch the error. In doubt the answer is no, and the value is read at once. Results are cached by
+may catch the error. If this is not certain, the value is read immediately. Results are cached by
 code object and instruction (``csrc/python/deferred_checks.cpp``).
 """
 

@@ -151,7 +151,7 @@ class Engine(Generic[_R]):
         cost: float | None = None,
         seed: int | None = None,
     ) -> "Future[_R]":
-        """Queues a call ``fn(*args)``, from any thread, and returns at once.
+        """Queues the call ``fn(*args)`` and returns immediately. May be called from any thread.
 
         Args:
             args: arguments of ``fn``. Their tensors must not change before the request ends.

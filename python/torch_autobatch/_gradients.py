@@ -69,7 +69,7 @@ class _Argument:
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            # torch.tensor(requires_grad=True) runs at once. Without requires_grad=True, or by
+            # torch.tensor(requires_grad=True) runs eagerly. Without requires_grad=True, or with
             # another factory, the leaf would be captured.
             options: Any = {"dtype": tensor.dtype, "device": tensor.device}
             self.leaf = torch.tensor(1.0, requires_grad=True, **options)

@@ -3,8 +3,8 @@
 A request of an ``Engine`` is an instance too.
 
 Other instances must not run between the assignment and the code that reads the attribute. So an
-instance that sets an attribute keeps its turn: its later reads are computed at once, and it runs to
-its end before another instance runs.
+instance that sets an attribute is not suspended any more: its later reads are computed immediately,
+and no other instance runs until it ends.
 """
 
 import sys

@@ -80,7 +80,7 @@ class FlushReport:
 
 @dataclasses.dataclass(frozen=True)
 class AtOnceReport:
-    """An op, function or cell that ran at once instead of being captured.
+    """An op, function or cell that ran eagerly instead of being captured.
 
     Attributes:
         op: ``aten::t_``, or the name of a function.
@@ -106,7 +106,7 @@ class PauseReport:
     Attributes:
         site: the line.
         count: number of pauses there.
-        calls: number of calls of functions and modules that ran at once until capture resumed.
+        calls: number of calls of functions and modules that ran eagerly until capture resumed.
         measured: the whole block or map ran eagerly, because timing trials showed that this is
             faster.
     """
@@ -165,7 +165,7 @@ class Report:
         lower_bound: the least number of batches that any schedule needs, summed over the flushes.
         signatures: one row for each signature and rule.
         flushes: the flushes, in order.
-        at_once: ops that ran at once instead of being captured.
+        at_once: ops that ran eagerly instead of being captured.
         pauses: lines where capture paused, because deferring was not worth its cost.
         is_open: the block has not ended.
         defers_checks: checks of all code are deferred (``batch(defer_checks=True)``).

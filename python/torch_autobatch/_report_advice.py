@@ -64,7 +64,7 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
     if others:
         rest.append(f"{others:,} without being captured")
     if paused:
-        rest.append(f"about {paused:,} at once while deferring was paused")
+        rest.append(f"about {paused:,} ran eagerly while deferring was paused")
     return [
         f"{'About ' if paused else ''}{plural(ops, 'op')} ran in {plural(launches, 'launch')}: "
         f"{saved} one by one.",
@@ -108,7 +108,7 @@ def _of_nothing(report: "Report", others: int) -> str:
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."
     if others:
-        return f"No op was captured: {plural(others, 'op')} ran at once."
+        return f"No op was captured: {plural(others, 'op')} ran eagerly."
     if report.pauses:
         return f"No op was captured: the block was paused, at {short(report.pauses[0].site)}."
     return (

@@ -26,7 +26,8 @@ def obstacles(report: "Report") -> list[Obstacle]:
     )
     if report.backward_calls > 1 and not any("backward()" in one.what for one in found):
         found.append(_backward_in_the_loop(report))
-    # An op that runs at once also flushes its operands. Both have one cause, which is stated once.
+    # An op that runs eagerly also flushes its operands. Both have the same cause, which is reported
+    # only once.
     known: dict[tuple[str, str], Obstacle] = {}
     for one in found:
         known.setdefault((one.cause or one.what, one.site), one)
@@ -88,7 +89,7 @@ def _says_paused(one: Obstacle) -> str:
     flushes = plural(one.count, "early flush")
     return (
         f"{one.what}: {flushes} of few ops, so deferring paused and about "
-        f"{plural(one.ran, 'call')} ran at once"
+        f"{plural(one.ran, 'call')} ran eagerly"
     )
 
 
@@ -142,15 +143,15 @@ def _says_cell(one: Obstacle) -> str:
 
 
 def _says_known(one: Obstacle) -> str:
-    return f"{one.what}: {plural(one.count, 'op')} ran at once"
+    return f"{one.what}: {plural(one.count, 'op')} ran eagerly"
 
 
 def _says_at_once(one: Obstacle) -> str:
-    return f"{name_of(one.what)} ran at once, {plural(one.count, 'time')}: {one.detail}"
+    return f"{name_of(one.what)} ran eagerly, {plural(one.count, 'time')}: {one.detail}"
 
 
 def _pauses_of_blocks(report: "Report") -> Iterator[Obstacle]:
-    """Yields an obstacle for each line where whole blocks ran at once.
+    """Yields an obstacle for each line where whole blocks ran eagerly.
 
     Such a block pauses at its beginning, because earlier blocks of the same line were not worth
     deferring.
@@ -176,7 +177,7 @@ ONE_BLOCK = (
 def _says_pause(one: Obstacle) -> str:
     return (
         "deferring paused: blocks that began here had no ops that could share a batch; about "
-        f"{plural(one.launches, 'call')} ran at once"
+        f"{plural(one.launches, 'call')} ran eagerly"
     )
 
 

@@ -44,7 +44,7 @@ _USE_MAP = (
     "run the loop as ab.map(function, instances): instances that read a value wait for each "
     "other, and one flush computes the values of all of them"
 )
-_AFTER_BLOCK = "keep x.detach() in a list and read it after the block, all at once"
+_AFTER_BLOCK = "collect x.detach() in a list, and read the values after the block"
 _AFTER_BLOCK_OR_MAP = f"{_AFTER_BLOCK}; or, if the control flow depends on the value, {_USE_MAP}"
 _DEFER_CHECKS = "batch(defer_checks=True) lets the check wait for the end of the block"
 _CHECK_AFTER = f"collect the checked tensors and check them after the block; or {_USE_MAP}"
@@ -74,7 +74,7 @@ def cause_of(
     *,
     defers_checks: bool = False,
 ) -> Cause:
-    """Returns the cause of a flush, or of an op that ran at once.
+    """Returns the cause of a flush, or of an op that ran eagerly.
 
     The arguments are fields of a row of the report. ``defers_checks``: all checks that can be
     deferred are deferred already, so the option is not a remedy.

@@ -78,7 +78,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     Works as a context manager and as a decorator, with and without parentheses. A block inside
     another block of the same thread joins it: all ops run when the outer block ends, with the
     options of the outer block. A ``RuntimeWarning`` names options of the inner block that have no
-    effect. The exception is ``enabled=False``, which makes the ops of the inner block run at once.
+    effect. The exception is ``enabled=False``, which makes the ops of the inner block run eagerly.
     A block must not stay open across an ``await`` or a ``yield``. In a decorated generator, the
     block closes at each ``yield`` and opens again after it.
 
@@ -97,11 +97,11 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             than at the first call of its kind, which breaks the contract of ``cell()``. Slow; for
             debugging.
         defer_checks: which checks of values are deferred (``if not valid.all(): raise ...``,
-            ``assert (x > 0).all()``) instead of reading the value at once. The next flush tests
+            ``assert (x > 0).all()``) instead of reading the value immediately. The next flush tests
             the value and raises the error. None: checks in PyTorch's own code
             (``torch.distributions``, ``torch._assert``). True: checks in all code. False: none. If
-            code between the check and the block may catch the error, the value is read at once.
-        adaptive: run ops at once where deferring is not worth its cost: in a loop that reads values
+            code between the check and the block may catch the error, the value is read immediately.
+        adaptive: run ops eagerly where deferring is not worth its cost: in a loop that reads values
             (use ``map`` to batch it across instances), in blocks of one instance, and in whole
             blocks where eager execution is measured to be faster. The report names the places.
             None: as True. False: always defer.
@@ -294,7 +294,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         """Records roots. When the block ends, one batched backward runs for all of them.
 
         Replaces ``loss.backward()`` in a loop over instances, which would flush at each call.
-        Outside an open block the backward runs at once.
+        Outside an open block, the backward runs immediately.
 
         Args:
             tensors: one root or several.
@@ -347,7 +347,7 @@ def eager() -> batch: ...
 @overload
 def eager(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
 def eager(function: Callable[_P, _R] | None = None, /) -> Any:
-    """Returns ``batch(enabled=False)``: inside another block, its ops run at once.
+    """Returns ``batch(enabled=False)``, whose ops run eagerly even inside another block.
 
     Works as a context manager, and as a decorator with and without parentheses. Pending tensors
     that its ops read are computed first.

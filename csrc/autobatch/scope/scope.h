@@ -214,7 +214,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
-  // Adds an op that runs at once to the report, with the running line of code. The report
+  // Adds an op that runs eagerly to the report, with the running line of code. The report
   // identifies `op` and `reason` by their addresses.
   AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
   // Keeps the object alive until everything that is pending now has run.
@@ -236,7 +236,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   FlushOptions flush_options(const std::string& reason);
-  // Returns the tensors that still need a flush. Tensors that need no flush are created at once.
+  // Returns the tensors that still need a flush. Tensors that need no flush are created
+  // immediately.
   using Waiting = c10::SmallVector<PendingTensor*, 4>;
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,

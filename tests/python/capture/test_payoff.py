@@ -1,4 +1,4 @@
-"""If deferring is not worth its cost, ops run at once: batch(adaptive=True)."""
+"""If deferring is not worth its cost, ops run eagerly: batch(adaptive=True)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_ops_at_once_run_op_by_op() -> None:
     def masked(x: Tensor) -> Tensor:
         return x * mask.to(torch.int64).cumsum(0)
 
-    run_op_by_op(masked, "runs at once")
+    run_op_by_op(masked, "runs eagerly")
 
 
 def test_results_that_are_no_tensors() -> None:

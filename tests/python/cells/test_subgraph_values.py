@@ -93,7 +93,7 @@ def test_a_leaf_whose_values_are_listed() -> None:
 @pytest.mark.parametrize("computed", [True, False])
 @pytest.mark.parametrize("change", ["requires_grad", "dtype", "shape"])
 def test_a_tensor_from_outside_that_looks_different_by_now(change: str, computed: bool) -> None:
-    """What is computed from it alone runs at once, and with it the cell op by op."""
+    """Ops on this tensor alone run eagerly, and therefore the cell runs op by op."""
 
     def program(variant: Variant) -> Any:
         scale = torch.full((3,), 2.0)

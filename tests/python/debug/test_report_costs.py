@@ -56,10 +56,10 @@ def test_a_read_after_which_the_block_paused_is_the_worst_line() -> None:
     first, second, third = str(report).splitlines()[:3]
     assert third.startswith("Worst line: ")
     assert ".item(): " in third
-    assert f"deferring paused and about {calls:,} calls ran at once" in third
+    assert f"deferring paused and about {calls:,} calls ran eagerly" in third
     ops, launches = report.nodes + calls, report.launches + calls
     assert first.startswith(f"About {ops:,} ops ran in {launches:,} launches: ")
-    assert second.endswith(f"and about {calls:,} at once while deferring was paused.")
+    assert second.endswith(f"and about {calls:,} ran eagerly while deferring was paused.")
 
 
 @pytest.mark.needs("direct_calls")

@@ -387,10 +387,10 @@ def test_modes_that_leave_nothing_to_batch(mode: Any, what: str, remedy: str) ->
     assert not any(map(ab.is_pending, losses))
     report = scope.report()
     [found] = report.findings
-    assert re.fullmatch(rf"{what}: \d+ ops ran at once", found.what)
+    assert re.fullmatch(rf"{what}: \d+ ops ran eagerly", found.what)
     assert remedy in found.remedy
     assert found.source.startswith("losses = [linear(")
-    assert re.match(r"No op was captured: \d+ ops ran at once\.\n\nWorst line: ", str(report))
+    assert re.match(r"No op was captured: \d+ ops ran eagerly\.\n\nWorst line: ", str(report))
 
 
 # --- findings in packages ---

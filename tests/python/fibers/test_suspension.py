@@ -298,7 +298,7 @@ def test_a_yield_in_eager_code_is_none() -> None:
 
 
 def test_a_yield_in_eager_code_of_an_open_block_is_an_error() -> None:
-    """The block's own ops would run at once until the generator goes on."""
+    """The block's own ops would run eagerly until the generator resumes."""
 
     def results() -> Iterator[Tensor]:
         with ab.eager():

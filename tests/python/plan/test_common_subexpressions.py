@@ -47,7 +47,7 @@ def test_a_function_of_a_parameter_is_computed_once(name: str) -> None:
     assert report.passes["common_subexpressions"] >= 3 * nodes, report
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"mask"}))  # the factory runs at once
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"mask"}))  # the factory runs eagerly
 def test_without_gradients(name: str) -> None:
     function, _ = FUNCTIONS[name]
     w, xs = rand(4, 4).requires_grad_(), instances()

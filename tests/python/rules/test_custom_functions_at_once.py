@@ -1,4 +1,4 @@
-"""Custom autograd.Functions that can't be deferred run at once, and the report says why."""
+"""Custom autograd.Functions that can't be deferred run eagerly, and the report gives the reason."""
 
 from __future__ import annotations
 

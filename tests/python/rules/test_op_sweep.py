@@ -89,7 +89,7 @@ def test_the_sweep_passes_what_is_right() -> None:
     assert outcome.kind == "functorch"
     (outcome,) = op_check.check(_Op(lambda x: x * x.sum().item()), torch.float32, 1)
     assert outcome.problems == []
-    assert outcome.kind == "at once"
+    assert outcome.kind == "eager"
 
 
 def test_a_crash_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
