@@ -66,9 +66,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--save",
         help="save the report of the largest block: a .html (picture), .json, .dot or .txt file",
     )
-    runs.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
-    runs.add_argument("program", help="a script, or with -m a module")
-    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    runs.add_argument("-m", dest="module", action="store_true", help="run a module, like python -m")
+    runs.add_argument("program", help="a script, or a module if -m is given")
+    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
         _check_run(runs, chosen)

@@ -286,7 +286,7 @@ class DynamicCell:
             why = Reason("it changes an argument that contained no tensors", "")
         elif program is not None and attributes.hold(arguments.tensors()):
             why = Reason(
-                "an argument is a tensor that the function also accesses by another name", ""
+                "an argument is a tensor that the function also accesses under another name", ""
             )
         may_refuse = not calls.has_refused_hashes and not arguments.containers
         if trace.has_hashed and not trace.has_effects and may_refuse:

@@ -256,7 +256,7 @@ def _check(body: _C.Body, code: Code, sample: Sequence[Tensor]) -> None:
         ]
         for slot, grads in zip(wanted, zip(*each, strict=True), strict=True):
             if any(g is None for g in grads) != (slot not in found):
-                raise RuntimeError("another set of operands has gradients than in eager mode")
+                raise RuntimeError("the set of operands with gradients differs from eager mode")
             if slot in found:
                 whole = torch.stack(grads)
                 whole = whole.sum(0) if body.operands[slot].is_weight else whole

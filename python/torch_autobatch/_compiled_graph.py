@@ -96,7 +96,7 @@ class Joint:
             self.module = make_fx(self._run)(*given)
         if fakes.n.node.maybe_as_int() is not None:
             raise UnsupportedError(
-                "the batching rule of an op works for one number of members only"
+                "the batching rule of an op works for only one number of members"
             )
         self.module.graph.eliminate_dead_code()
         nodes = list(self.module.graph.nodes)

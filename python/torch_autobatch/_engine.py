@@ -109,8 +109,8 @@ class Engine(Generic[_R]):
                 raise ValueError(f"Engine({what}={value}): expected at least 1")
         if max_delay < 0 or slice_time <= 0:
             raise ValueError(
-                f"Engine(max_delay={max_delay}, slice_time={slice_time}): expected seconds, "
-                "max_delay at least 0 and slice_time more than 0"
+                f"Engine(max_delay={max_delay}, slice_time={slice_time}): max_delay "
+                "must be at least 0 s, and slice_time must be more than 0 s"
             )
         if watchdog is not None and watchdog <= 0:
             raise ValueError(f"Engine(watchdog={watchdog}): expected more than 0 s, or None")
@@ -313,7 +313,7 @@ class Engine(Generic[_R]):
             found = _roots(_modules_behind(self.fn))
             if len(found) != 1:
                 raise ValueError(
-                    f"Engine.update(): found {len(found)} modules of {self.name!r}, expected one. "
+                    f"Engine.update(): found {len(found)} modules in {self.name!r}, expected one. "
                     "Pass the module: update(state_dict, module)"
                 )
             module = found[0]

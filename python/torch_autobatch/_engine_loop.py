@@ -287,7 +287,7 @@ class Loop:
             late = self.queue.expired(now)
             self.queue.forget_ended(len(self._live) + len(self.queue))
         for request in late:
-            state = "running" if request.number in self._live else "waiting to be started"
+            state = "running" if request.number in self._live else "waiting to start"
             after = now - request.submitted
             self._end(
                 request,

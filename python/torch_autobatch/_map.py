@@ -151,7 +151,7 @@ def _with_one_argument(
     """
     if more and unpack:
         raise TypeError(
-            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables. "
+            f"map(unpack=True) takes one iterable of tuples, but got {1 + len(more)} iterables. "
             "Remove unpack=True, or zip the iterables"
         )
     if more:

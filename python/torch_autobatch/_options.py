@@ -66,20 +66,20 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
     if isinstance(function, _DESCRIPTORS):
         kind = type(function).__name__
         raise TypeError(
-            f"{call}() decorates functions, and got a {kind}: write @{call} below @{kind}, next "
+            f"{call}() decorates functions, but got a {kind}: write @{call} below @{kind}, next "
             "to the function"
         )
     if not callable(function):
-        raise TypeError(f"{call}() decorates functions, and got {function!r}")
+        raise TypeError(f"{call}() decorates functions, but got {function!r}")
     if isinstance(function, torch.nn.Module):
         raise TypeError(
-            f"{call}() decorates functions, and got a {type(function).__name__}: call the module "
+            f"{call}() decorates functions, but got a {type(function).__name__}: call the module "
             "inside `with batch():`, or decorate the function that calls it"
         )
     if isinstance(function, type):
         raise TypeError(
-            f"{call}() decorates functions, and got the class {function.__qualname__!r}: decorate "
-            "the method that is to be batched"
+            f"{call}() decorates functions, but got the class {function.__qualname__!r}: decorate "
+            "the method to be batched"
         )
     if is_async(function):
         raise TypeError(

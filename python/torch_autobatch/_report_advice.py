@@ -67,7 +67,7 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
         rest.append(f"about {paused:,} ran eagerly while deferring was paused")
     return [
         f"{'About ' if paused else ''}{plural(ops, 'op')} ran in {plural(launches, 'launch')}: "
-        f"{saved} one by one.",
+        f"{saved} without batching.",
         f"{percent(report.nodes - alone, ops)} of the ops ran together with others; "
         f"{_listed(rest)}.",
         _third_line(report, found, launches),
@@ -97,13 +97,13 @@ def _of_measured(site: str) -> str:
 def _of_nothing(report: "Report", others: int) -> str:
     if report.ops and report.is_open:
         return (
-            f"No op has run yet: {plural(report.ops, 'op')} captured. They run when the block "
-            "ends, if their results are kept."
+            f"No op has run yet: {plural(report.ops, 'op')} captured. Ops run when the block "
+            "ends, if the program keeps their results."
         )
     if report.ops:
         return (
-            f"No op ran: {plural(report.ops, 'op')} captured. At the end of the block, the "
-            "program kept none of their results, or an error ended the block."
+            f"No op ran: {plural(report.ops, 'op')} captured. The program kept none of their "
+            "results until the end of the block, or an error ended the block."
         )
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."

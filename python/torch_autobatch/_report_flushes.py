@@ -336,7 +336,7 @@ _BY_VIA = [
     ),
     (
         r"torch\._library\.",
-        Cause("a custom op (torch.library)", f"write the op with PyTorch's ops; or {_OUTSIDE}"),
+        Cause("a custom op (torch.library)", f"implement the op with PyTorch's ops; or {_OUTSIDE}"),
     ),
     (
         r"torch\.optim\.",

@@ -106,13 +106,13 @@ def check(program: str, save: str | None, *, module: bool) -> None:
         ValueError, OSError: as ``run``.
     """
     if not module and not Path(program).exists():
-        raise FileNotFoundError(f"there is no script {program!r}")
+        raise FileNotFoundError(f"script {program!r} does not exist")
     if save is None:
         return
     path = Path(save)
     check_name(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"--save {path}: there is no directory {path.parent}")
+        raise FileNotFoundError(f"--save {path}: directory {path.parent} does not exist")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"--save {path}: this file cannot be written")
 

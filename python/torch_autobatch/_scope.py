@@ -312,7 +312,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             gradients = list(gradient)
         if len(gradients) != len(roots):
             raise ValueError(
-                f"scope.backward(): {len(roots)} tensors but {len(gradients)} gradients"
+                f"scope.backward(): got {len(roots)} tensors but {len(gradients)} gradients"
             )
         for root, grad in zip(roots, gradients, strict=True):
             if grad is None and root.numel() != 1:

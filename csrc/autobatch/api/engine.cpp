@@ -451,13 +451,14 @@ Engine::Engine(const EngineOptions& options) {
               "autobatch::Engine needs fibers, and this library was built without Boost.Context: "
               "install it (Debian's package is libboost-context-dev) and build again.");
   TORCH_CHECK(options.max_live >= 1 && options.max_queue >= 1, "autobatch::Engine: max_live is ",
-              options.max_live, " and max_queue ", options.max_queue, "; expected 1 or more");
+              options.max_live, " and max_queue is ", options.max_queue,
+              "; both must be at least 1");
   TORCH_CHECK(options.max_delay.count() >= 0 && options.slice_time.count() > 0,
-              "autobatch::Engine: max_delay is ", options.max_delay.count(), " ns and slice_time ",
-              options.slice_time.count(),
-              " ns; expected max_delay of at least 0 and slice_time of more than 0");
+              "autobatch::Engine: max_delay is ", options.max_delay.count(),
+              " ns and slice_time is ", options.slice_time.count(),
+              " ns; max_delay must not be negative, and slice_time must be positive");
   TORCH_CHECK(options.stack_size >= kLeastStack, "autobatch::Engine: stack_size is ",
-              options.stack_size, " bytes; a request needs ", kLeastStack, " or more");
+              options.stack_size, " bytes; a request needs at least ", kLeastStack);
   loop_ = std::make_shared<EngineLoop>(options);
   EngineLoop::start(loop_);
 }

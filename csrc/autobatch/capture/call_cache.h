@@ -198,7 +198,7 @@ void CallKey::put(const T& value) {
   } else if constexpr (std::is_integral_v<T> || std::is_enum_v<T>) {
     append_int(words_, static_cast<int64_t>(value));
   } else {
-    static_assert(std::is_same_v<T, std::string_view>, "an argument of a kind without words");
+    static_assert(std::is_same_v<T, std::string_view>, "arguments of this type have no words");
     append_string(words_, value);
   }
 }

@@ -284,13 +284,13 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {
         TORCH_CHECK(other.number >= formula_.num_inputs && other.tensor.is_same(tensor),
-                    "memory that has been read is written to");
+                    "it writes to memory that it has read before");
       }
       known.clear();
     }
     add(tensor, number);
   };
-  TORCH_CHECK(result.isTensor() || result.isTensorList(), "a result is no tensor");
+  TORCH_CHECK(result.isTensor() || result.isTensorList(), "a result is not a tensor");
   if (result.isTensor()) return add_result(result.toTensor());
   for (const at::Tensor& tensor : result.toTensorVector()) add_result(tensor);
 }

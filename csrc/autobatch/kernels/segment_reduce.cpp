@@ -153,7 +153,7 @@ void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, T
   const auto n = static_cast<int64_t>(counts.size());
   if (n == 0 || rows.size(1) == 0) return;
   const auto [shortest, longest] = std::ranges::minmax(counts);
-  TORCH_INTERNAL_ASSERT(shortest > 0, "no extreme of no rows");
+  TORCH_INTERNAL_ASSERT(shortest > 0, "a segment without rows has no maximum or minimum");
   std::vector<int64_t> places;
   int64_t start = 0;
   for (int64_t count : counts) {

@@ -38,7 +38,7 @@ def test_nothing_to_advise() -> None:
     report = run(lambda i: linear(DATA[i]).tanh())
     assert report.findings == []
     first, second, third = str(report).splitlines()[:3]
-    assert first == "32 ops ran in 2 launches: 16.0 times fewer than one by one."
+    assert first == "32 ops ran in 2 launches: 16.0 times fewer than without batching."
     assert second == "100 % of the ops ran together with others; 0 ran alone."
     assert third.startswith("No obstacle to larger batches was found. Most launches: ")
     assert "test_report_advice.py:" in third

@@ -260,7 +260,7 @@ def test_a_block_that_ended_with_nothing_kept() -> None:
         for _ in range(4):
             linear(ONES).tanh()
         assert str(scope.report()).startswith("No op has run yet: 8 ops captured.")
-    assert str(scope.report()).startswith("No op ran: 8 ops captured. At the end of the block")
+    assert str(scope.report()).startswith("No op ran: 8 ops captured. The program kept none")
     assert not scope.report().is_open
 
 

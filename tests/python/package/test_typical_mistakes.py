@@ -240,7 +240,10 @@ def test_a_cell_with_an_argument_that_it_can_not_compare(
         return linear(x)
 
     with (
-        pytest.raises(TypeError, match=r"not hashable\. Arguments are tensors, in tuples, lists"),
+        pytest.raises(
+            TypeError,
+            match=r"not hashable\. Arguments must be hashable objects, tensors, or tuples",
+        ),
         ab.batch(),
     ):
         score(torch.ones(4), argument)

@@ -99,7 +99,7 @@ def test_timeout_of_one_that_waits() -> None:
     with ab.Engine(forever, max_live=1) as engine:
         running = engine.submit(torch.ones(3))
         waiting = engine.submit(torch.ones(3), timeout=0.05)
-        with pytest.raises(TimeoutError, match="waiting to be started"):
+        with pytest.raises(TimeoutError, match="waiting to start"):
             waiting.result(10)
         assert running.cancel()
 
@@ -268,7 +268,7 @@ def test_watchdog_names_what_blocks(caplog: pytest.LogCaptureFixture) -> None:
         future.result(10)
         assert engine.stats()["stalls"] >= 1
     text = caplog.text
-    assert "blocks all others" in text
+    assert "has blocked all others" in text
     assert "release.wait(30)" in text
 
 
