@@ -1,5 +1,4 @@
-// The thread of an Engine. The thread starts requests, runs slices, and reports the ends of
-// requests.
+// The thread of an Engine. The thread starts requests, runs slices, and reports when requests end.
 #include "autobatch/engine.h"
 
 #include "autobatch/autobatch.h"
@@ -24,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 using Ended = std::function<void(const std::exception_ptr&)>;
 
 constexpr std::chrono::seconds kIdle{1};  // idle time after which cached memory is freed
-constexpr int kTurns = 4;  // in this number of turns nearly all queued requests are started
+constexpr int kTurns = 4;  // number of turns in which nearly all queued requests are started
 
 struct Request {
   uint64_t number = 0;
@@ -136,7 +135,8 @@ class EngineLoop {
       cancels_all_ = cancels_all_ || cancel;
       news_.notify_all();
     }
-    // If a request or a callback calls shutdown(), the thread cannot wait for its own end.
+    // If a request or a callback calls shutdown(), the engine's thread cannot wait for itself to
+    // end.
     if (std::this_thread::get_id() == thread_.get_id()) return;
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.join();

@@ -22,7 +22,7 @@ struct Scan {
   bool is_recorded = false;        // CaptureReasons::is_recorded()
   bool weight = false;             // some tensor is in a weight position
   bool plain = true;               // every tensor is plain (is_plain), and captured ops may take it
-  bool sparse = false;             // some tensor has another layout than kStrided
+  bool sparse = false;             // some tensor has a layout other than kStrided
   const char* unusable = nullptr;  // a pending tensor that cannot be an operand, for the report
 };
 

@@ -183,7 +183,7 @@ class Call {
 
   // --- deferring ---
 
-  // Replaces masks with known values by indices. Eager raises the error of an index out of range.
+  // Converts masks with known values to indices. Eager raises the error of an index out of range.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
@@ -426,7 +426,7 @@ class Call {
 
   // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
   void run_composite() {
-    // `.tolist()` calls resolve_conj. The read of the memory that follows dispatches no op.
+    // `.tolist()` calls resolve_conj. The kernel then reads the memory without dispatching an op.
     if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
         as_pending(arguments()[0].toTensor()) == nullptr) {
       CellTrace::break_off("it may read a value", info_.name);

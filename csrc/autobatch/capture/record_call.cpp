@@ -127,7 +127,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
                         : !grad_mode               ? ViewKind::kNoGrad
                         : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
                                                    : ViewKind::kPlain;
-  // The copy of a graph input may have other strides than the graph input, so eager makes the view.
+  // The strides of a copy may differ from the strides of the graph input, so eager makes the view.
   const Value base = graph.value(parent);
   if (base.is_graph_input() && graph.tape().graph_inputs[base.index].is_copy) return false;
   if (op.cuts_gradient) {
@@ -136,7 +136,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // Eager's result is no view. The graph cannot represent that it has no history.
+  // Eager's result is not a view. The graph cannot represent a result without a history.
   if (of_gradient && !grad_mode && op.unsafe_split) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {

@@ -29,8 +29,8 @@ bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// Replaces the argument that `input` describes by `tensor`. If the argument is a list, replaces
-// only one element of the list.
+// Sets the argument that `input` describes to `tensor`. If the argument is a list, sets only one
+// element of the list.
 void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor) {
   c10::IValue& argument = arguments[input.argument];
   if (input.element == kNone) {

@@ -38,7 +38,7 @@ constexpr int64_t kGrain = 1 << 15;
   AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES), \
                  AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
 
-// Calls visit(s, first row of s) for each segment, on several threads if there is much to do.
+// Calls visit(s, first row of s) for each segment, on several threads if there are many elements.
 template <class Visit>
 void for_each_segment(const Counts& counts, int64_t inner, const Visit& visit) {
   const auto segments = static_cast<int64_t>(counts.size());

@@ -344,7 +344,7 @@ Tensor pool(Arguments arguments) {
   if (dims == 1) return transposed ? result.mT() : result;
   at::DimVector sizes(arguments[0].toTensor().sizes());
   std::fill_n(sizes.end() - dims, dims, 1);
-  return at::_unsafe_view(result, sizes);  // to autograd, the result is no view
+  return at::_unsafe_view(result, sizes);  // to autograd, the result is not a view
 }
 
 // --- gated linear units ---

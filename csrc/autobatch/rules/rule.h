@@ -66,7 +66,7 @@ class Rule {
     (void)k, (void)slot;
     return true;
   }
-  // Returns the op as a step of an elementwise program, or nothing if it cannot be such a step.
+  // Returns the op as a step of an elementwise program, or nullopt if it cannot be such a step.
   virtual std::optional<ElementwiseOp> elementwise(const Signature& signature) const {
     (void)signature;
     return {};

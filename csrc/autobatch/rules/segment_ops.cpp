@@ -335,7 +335,7 @@ class SegmentRule final : public Rule {
     if (!builder.is_tensor(0)) return false;
     const Value x = builder.operand(0);
     const Geometry& g = *x.geometry;
-    // Eager supports at most 64 dimensions.
+    // Eager mode supports at most 64 dimensions.
     if (!takes(x.dtype) || !keeps(builder, x) || g.dim() > 64) return false;
     const std::optional<Range> range = range_of(builder.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;
