@@ -1,5 +1,4 @@
-"""``python -m torch_autobatch``: runs a program and advises, checks the installation, or says where
-the C++ library is and what it was built with."""
+"""``python -m torch_autobatch``: runs a program, checks the installation, or prints build facts."""
 
 import argparse
 import sys
