@@ -76,7 +76,7 @@ class _Watch:
                 self._function.__code__ = self._code
 
     def set_attribute(self, module: object, name: str, value: object) -> None:
-        # A module that an instance creates belongs to the instance.
+        # A module that an instance creates belongs to this instance.
         if _is_state(value) and sys._getframe(2).f_code.co_name != "__init__":
             _C.keep_turn(f"{type(module).__name__}.{name}")
         self._original(module, name, value)

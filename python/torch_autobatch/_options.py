@@ -1,4 +1,4 @@
-"""Checks of the arguments that users give, with errors that say what to do."""
+"""Checks the arguments that users pass. The errors say what to do."""
 
 import inspect
 import operator
@@ -103,7 +103,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, a function in a ``partial``, or an object's ``__call__`` is async."""
+    """Whether a function, the function of a ``partial``, or an object's ``__call__`` is async."""
     while isinstance(function, partial):
         function = function.func
     return any(

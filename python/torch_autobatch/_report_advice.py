@@ -18,7 +18,7 @@ MOST_FINDINGS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that keeps ops from running together.
+    """A cause that prevents ops from running together.
 
     Attributes:
         what: a description: "float(): 40 early flushes".

@@ -1,4 +1,4 @@
-"""Finds the obstacles of a block: causes that keep ops from running together, with their costs."""
+"""Finds the obstacles of a block: causes that prevent batching, with their costs."""
 
 import math
 from collections.abc import Iterator
@@ -65,8 +65,8 @@ def _early_flushes(report: "Report") -> Iterator[Obstacle]:
         batches = sum(f.batches for f in flushes)
         cost = math.ceil(spare * batches / early) if early else 0
         count = sum(f.count for f in flushes)
-        # Pauses that the reads at this line caused. Of several causes at a line, the most frequent
-        # one gets the pause.
+        # Pauses that reads at this line caused. If a line has several causes, the pause is assigned
+        # to the most frequent one.
         paused = [pauses.pop(site) for site in {f.site for f in flushes} if site in pauses]
         calls = sum(pause.calls for pause in paused)
         yield Obstacle(

@@ -60,7 +60,7 @@ class Cause:
 
 
 def is_planned(reason: str) -> bool:
-    """Whether the user's code requested the flush, or no instance can continue without it."""
+    """Whether the user's code requested the flush, or every instance waits for it."""
     return reason.startswith(_PLANNED) or reason.endswith((_OF_MAP, OF_EAGER))
 
 
@@ -101,7 +101,7 @@ def cause_of_row(
 
 
 def _may_be_caught(spot: Spot) -> bool:
-    """Whether code around the spot, in the same function and block, may handle errors."""
+    """Whether code around the spot, in the same function and block, may catch errors."""
     for statement in around(spot):
         if isinstance(statement, ast.Try) and statement.handlers:
             return True
@@ -139,7 +139,7 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
 
 
 def _of_line(reason: str, spot: Spot, via: str) -> Cause:
-    """Returns the cause from the source of the line, if neither reason nor calls give it."""
+    """Returns the cause according to the source of the line."""
     if finds(spot, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
         return _TRANSFORM
     for what, is_here in _TEXTS:
@@ -391,7 +391,7 @@ _READS: list[tuple[str, str, Test]] = [
     ("torch.save or pickle", "save after the block", is_call("save", "dump", "dumps")),
     ("a mask or nonzero()", _USE_MAP, is_call("nonzero", "masked_select", "unique", "argwhere")),
 ]
-# Expressions where Python itself calls bool().
+# Expressions in which Python itself calls bool().
 _TRUTHS: list[tuple[str, str, Test]] = [
     *(
         (f"{name}() of tensors", f"{instead}; or {_USE_MAP}", is_function(name))
@@ -408,7 +408,7 @@ _TRUTHS: list[tuple[str, str, Test]] = [
     ("and, or", _USE_MAP, is_a(ast.BoolOp)),
     ("if", _USE_MAP, is_a(ast.comprehension)),
 ]
-# Expressions where Python itself needs a number.
+# Expressions in which Python itself needs a number.
 _NUMBERS: list[tuple[str, str, Test]] = [
     ("range()", _USE_MAP, is_range),
     ("an index x[i]", f"torch.gather accepts index tensors; or {_USE_MAP}", is_item_read),

@@ -38,7 +38,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        # Facts of the largest block, not yet a report, because its backward may run later.
+        # Facts of the largest block. They become a report later, because backward may run later.
         self.largest: _C.ReportFacts | None = None
         self._most = -1
 
@@ -68,7 +68,7 @@ class Collector:
 def run(
     program: str, arguments: list[str], save: str | None = None, *, module: bool = False
 ) -> None:
-    """Runs a program as ``python program arguments`` does, and prints advice to stderr at its end.
+    """Runs a program like ``python program arguments``, and prints advice to stderr at its end.
 
     Args:
         program: the path of a script, or with ``module`` the name of a module, as for
@@ -100,10 +100,10 @@ def run(
 
 
 def check(program: str, save: str | None, *, module: bool) -> None:
-    """Checks the arguments of ``run``, so that errors do not come after hours of running.
+    """Checks the arguments of ``run``, so that errors are not raised after hours of running.
 
     Raises:
-        ValueError, OSError: as ``run``.
+        ValueError, OSError: as for ``run``.
     """
     if not module and not Path(program).exists():
         raise FileNotFoundError(f"script {program!r} does not exist")
@@ -119,7 +119,7 @@ def check(program: str, save: str | None, *, module: bool) -> None:
 
 @contextmanager
 def _as_main(program: str, arguments: list[str], module: bool) -> Iterator[None]:
-    """Sets ``sys.argv`` and ``sys.path`` as the program expects them, and restores them."""
+    """Sets ``sys.argv`` and ``sys.path`` for the program, and restores them."""
     before = sys.argv, sys.path[0]
     directory = os.getcwd() if module else str(Path(program).resolve().parent)
     sys.argv, sys.path[0] = [program, *arguments], directory
