@@ -426,7 +426,7 @@ class Call {
 
   // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
   void run_composite() {
-    // `.tolist()` calls resolve_conj. The kernel then reads the memory without dispatching an op.
+    // `.tolist()` calls resolve_conj, and then reads the memory without dispatching an op.
     if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
         as_pending(arguments()[0].toTensor()) == nullptr) {
       CellTrace::break_off("it may read a value", info_.name);

@@ -58,7 +58,7 @@ bool is_given_away(const at::Tensor& tensor) {
 }
 
 // While the graph holds a storage, PyTorch's allocator cannot reuse the memory of the storage.
-// Memory of NumPy, dlpack or a user's pointer can be refilled without an op. Memory that was given
+// Memory of NumPy, DLPack or a user's pointer can be refilled without an op. Memory that was given
 // away can also be refilled without an op.
 bool owns_memory(const at::Tensor& tensor) {
   if (!has_host_memory(tensor.device())) return true;
