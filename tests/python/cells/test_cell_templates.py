@@ -82,7 +82,7 @@ def test_a_tensor_from_outside() -> None:
 
 @pytest.mark.parametrize("change", ["in place", "data", "grad", "no grad", "flush", "backward"])
 def test_weights_that_change_between_uses(change: str) -> None:
-    """What a template knows of its weights is looked at again at each use."""
+    """A template checks its weights at each use."""
 
     def program(variant: Variant) -> Any:
         weights = [torch.linspace(-1, 1, 9).view(3, 3), torch.linspace(0, 1, 3)]

@@ -60,7 +60,7 @@ def test_a_leaf_that_is_made_in_the_block() -> None:
 
 
 def test_the_data_of_an_argument() -> None:
-    """Not captured: another tensor object over the same memory, made without an op."""
+    """`.data` makes another tensor object over the same memory, without an op."""
 
     def program(variant: Variant) -> Any:
         leaves = [x.requires_grad_() for x in rows(4, 3)]
@@ -201,7 +201,7 @@ def test_views_of_weights_that_are_arguments(
 
 
 def test_results_that_need_a_shape_alone_are_read_at_once() -> None:
-    """A cell's node without operands is no factory, which is made by itself."""
+    """A cell's node without operands is not a factory, so it can't be created alone."""
 
     @ab.cell
     def states(x: Tensor) -> tuple[Tensor, Tensor]:
