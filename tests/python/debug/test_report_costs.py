@@ -39,7 +39,7 @@ def encode(n: int) -> Tensor:
 
 
 def walks(adaptive: bool) -> ab.Report:
-    """Many ops that run well together, and then reads at each step."""
+    """Runs many ops that batch well, and then reads a value at each step."""
     seen: list[float] = []
     with ab.batch(adaptive=adaptive) as scope:
         kept = [encode(n) for n in range(1, 60)]

@@ -65,7 +65,7 @@ def my_block() -> Iterator[None]:
 
 
 class MyBlock:
-    """A context manager that opens a block in its own way."""
+    """A context manager that opens a block in its `__enter__`."""
 
     def __enter__(self) -> None:
         self.block = ab.batch()
