@@ -28,7 +28,7 @@ def embedding() -> nn.Embedding:
 
 
 def line_of(function: Callable[..., object], code: str) -> str:
-    """ "test_typical_mistakes.py:12": where the function has this code first."""
+    """Returns the first line of the function that contains this code, with the file's name."""
     lines, first = inspect.getsourcelines(function)
     number = next(i for i, line in enumerate(lines, first) if code in line)
     return f"test_typical_mistakes.py:{number}"

@@ -52,7 +52,7 @@ def test_wrong_shape_fails_at_the_users_line() -> None:
 
 
 def test_error_of_an_op_that_runs_later() -> None:
-    """An index out of range shows when the batch runs, which others are in."""
+    """An index out of range raises its error when the batch runs, which other requests share."""
     model, rng = TreeNet().eval(), random.Random(4)
     trees = [tree(rng, rng.randint(2, 12)) for _ in range(40)]
     trees[13] = ((1, 999), 2)
