@@ -1,8 +1,8 @@
 """Whether an engine loses or mixes up requests: ``python -m benchmarks.serving --check 100000``.
 
 Of each hundred requests one has a mistake, one runs out of time, and one is cancelled. The others
-are trees, sentences and generations of any length. Threads and an event loop submit them at once.
-Every result is compared with eager's, every end is counted, and so is memory.
+are trees, sentences and generations of any length. Threads and an event loop submit them
+concurrently. Every result is compared with eager's, every end is counted, and so is memory.
 """
 
 from __future__ import annotations

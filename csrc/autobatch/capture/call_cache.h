@@ -21,8 +21,8 @@ namespace autobatch {
 struct CachedCall;
 
 // The words of a CallKey under construction. After a given call, a program usually makes the same
-// next call as last time. The expected next call is named the guess. Each new word is compared with
-// the guess. Until a word differs from the guess, no word is stored, and no look-up is needed.
+// next call as last time. The expected next call is called the guess. Each new word is compared
+// with the guess. Until a word differs from the guess, no word is stored, and no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);

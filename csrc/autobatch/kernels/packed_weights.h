@@ -14,7 +14,7 @@ struct Signature;
 // Two objects of this class are used in a flush. One is for the copies of all tensors, and is
 // dropped after the flush, or after a level of backward. The other one belongs to the scope, and
 // has the copies of weights whose changes are noticed (keep()). In a scope with many flushes, such
-// as a map with reads or an engine, each flush has few rows, and a copy pays only for several
+// as a map with reads or an engine, each flush has few rows, and a copy pays off only over several
 // flushes.
 class WeightCopies {
  public:

@@ -140,8 +140,8 @@ Tensor product(Arguments arguments) {
 
 // --- ops with a tensor without dimensions ---
 
-// add(x, y, ..) etc., where y has no dimensions and another dtype than x: y does not decide the
-// dtype of the result.
+// add(x, y, ..) etc., where y has no dimensions and a different dtype. The dtype of y does not
+// affect the dtype of the result.
 bool covers_number_operand(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1], 0)) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();

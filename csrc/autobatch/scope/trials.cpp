@@ -17,12 +17,12 @@ constexpr double kClear = 0.85;     // up to this ratio, two blocks of each kind
 constexpr double kLost = 1.15;      // above this ratio, one eager block is enough
 constexpr double kOther = 2;        // a block whose time differs by this factor runs different code
 constexpr double kSure = 0.9;       // a block whose ops take a larger share of its time is deferred
-constexpr Seconds kShortest{4e-4};  // a shorter block is not worth a trial
-constexpr uint32_t kOften = 7;      // blocks shorter than kLong between two identified ones
-constexpr Seconds kLong{4e-3};      // a block so long that computing its identity costs below 1 %
-constexpr uint32_t kChanging = 8;   // new identities in a row after which only needed ones count
-constexpr size_t kMostOthers = 8;   // models of one place that are remembered, besides the last one
-constexpr uint32_t kForget = 64;    // blocks of one model after which the others are forgotten
+constexpr Seconds kShortest{4e-4};  // shorter blocks have no trials
+constexpr uint32_t kOften = 7;      // blocks shorter than kLong until the next identity is computed
+constexpr Seconds kLong{4e-3};      // for longer blocks, computing the identity costs below 1 %
+constexpr uint32_t kChanging = 8;   // after so many new identities in a row, only needed ones count
+constexpr size_t kMostOthers = 8;   // models remembered for one place, besides the last one
+constexpr uint32_t kForget = 64;    // after so many blocks of one model, others are forgotten
 
 }  // namespace
 
