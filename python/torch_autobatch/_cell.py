@@ -66,9 +66,9 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
     Raises:
         TypeError: if ``function`` is not callable; in a call, if an argument is not hashable.
         ValueError: if both ``compile`` and ``dynamic`` are true.
-        RuntimeError: in a call, if the function reads a tensor's value, on which its ops could
-            depend (not with ``dynamic``). A function that can't be captured as a whole for another
-            reason runs op by op, and ``report()`` gives the reason.
+        RuntimeError: in a call, if the function reads a tensor's value, because its ops could
+            depend on this value (not with ``dynamic``). A function that can't be captured as a
+            whole for another reason runs op by op, and ``report()`` gives the reason.
     """
     if function is None:
         return functools.partial(cell, compile=compile, dynamic=dynamic)

@@ -34,8 +34,8 @@ def check_truths(call: str, values: Mapping[str, object], *, or_none: Collection
         if value is True or value is False or (value is None and name in or_none):
             continue
         if isinstance(value, str) or value not in (True, False):
-            also = " or None" if name in or_none else ""
-            raise TypeError(f"{call}({name}={value!r}): expected True, False{also}")
+            expected = "True, False or None" if name in or_none else "True or False"
+            raise TypeError(f"{call}({name}={value!r}): expected {expected}")
 
 
 def check_count(call: str, name: str, value: object) -> None:

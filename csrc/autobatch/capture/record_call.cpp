@@ -92,8 +92,8 @@ void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<Re
   }
 }
 
-// Adds the call's new tensors to the graph, in the order that the key assumes, and takes their
-// gradient edges as ask_gradients does.
+// Adds the call's new tensors to the graph, in the order that the key assumes, and requests
+// their gradient edges, like ask_gradients().
 void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
   const bool needs_grad = std::any_of(cached.results.begin(), cached.results.end(),
                                       [](const ResultMeta& r) { return r.requires_grad; });

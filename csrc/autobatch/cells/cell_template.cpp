@@ -374,7 +374,7 @@ void CellTrace::check_no_read(const std::string& name) const {
   TORCH_CHECK(!has_read_, "torch_autobatch: the cell '", name, "' reads a tensor's value",
               at_site(site_), " (", why_,
               "), so its result may depend on more than its arguments. Return the tensor and read "
-              "its value outside the cell, or do not make a cell of this function.");
+              "its value outside the cell, or do not make this function a cell.");
 }
 
 void raise_different(const std::string& name, const std::string& difference) {

@@ -22,7 +22,7 @@ bool owns_memory(const at::Tensor& tensor);
 // memory is given away.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
 // Must be called after the tensor's memory was given away. `unmarked` means that the storage
-// carries no mark (NumPy marks the storage, other ways do not).
+// carries no mark (NumPy marks the storage, other exports do not).
 AUTOBATCH_INTERNAL void note_given_away(const at::Tensor& tensor, bool unmarked);
 
 // Whether the tensor still holds the content of `copy`. On a CPU bits are compared, so NaN equals

@@ -323,7 +323,7 @@ void segment_extreme(const Tensor& rows, const Counts& counts, bool largest, Ten
         const scalar_t* x = row + (start + r) * inner;
         for (int64_t i = 0; i < inner; ++i) {
           const bool better = largest ? !(x[i] <= best[i]) : !(x[i] >= best[i]);
-          const bool settled = best[i] != best[i];  // the first NaN stays
+          const bool settled = best[i] != best[i];  // keeps the first NaN
           best[i] = better && !settled ? x[i] : best[i];
           where[i] = better && !settled ? r : where[i];
         }

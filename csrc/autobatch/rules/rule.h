@@ -129,7 +129,7 @@ class Rule {
 
 // The rule of `cat`.
 const Rule& cat_rule();
-// Runs a batch as one call under functorch's batching rules; falls back to the loop.
+// Runs a batch as one call under functorch's batching rules; falls back to loop_rule().
 const Rule& functorch_rule();
 // Runs a batch as one call per member.
 const Rule& loop_rule();

@@ -71,8 +71,8 @@ def test_options_that_are_none() -> None:
         ({"policy": ["depth"]}, r"batch\(policy=\['depth'\]\): expected one of 'auto', 'agenda'"),
         ({"granularity": 1}, r"batch\(granularity=1\): expected one of 'auto', 'cell', 'op'"),
         ({"max_pending": 2.5}, r"batch\(max_pending=2.5\): expected a whole number of at least 1"),
-        ({"enabled": "no"}, r"batch\(enabled='no'\): expected True, False$"),
-        ({"verify": 2}, r"batch\(verify=2\): expected True, False$"),
+        ({"enabled": "no"}, r"batch\(enabled='no'\): expected True or False$"),
+        ({"verify": 2}, r"batch\(verify=2\): expected True or False$"),
         ({"adaptive": "yes"}, r"batch\(adaptive='yes'\): expected True, False or None"),
     ],
 )
