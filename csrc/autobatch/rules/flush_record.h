@@ -107,7 +107,7 @@ struct BackwardTask {
   std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until used
   std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until used
   // By export: a zero-filled view that becomes the entry in `export_grads`. The views for all
-  // exports of a level are created in one call.
+  // exports of a level that have the same dtype and device share one allocation.
   std::vector<at::Tensor> export_zeros;
   std::vector<Arrived> arrived;     // gradients that are not yet added to `grads`
   std::vector<uint8_t> level_done;  // by level: whether it has been run
