@@ -226,7 +226,7 @@ def alike(examples: Sequence[Pair], structures: int) -> list[Pair]:
 
     def tree() -> Tree:
         children = draw.choice(shapes)
-        # Each word has a tensor of its own, because the kind of a cell's call includes which of its
+        # Each word has a separate tensor, because the kind of a cell's call includes which
         # arguments are the same tensor.
         ids = word_ids(draw, len(children))
         return make_tree([torch.tensor([i]) for i in ids], children, [])

@@ -1,4 +1,4 @@
-"""Peak memory of one training step: eager, by hand, ours, each in a process of its own.
+"""Peak memory of one training step: eager, by hand, ours, each in a separate process.
 
 python -m benchmarks --memory
 

@@ -7,7 +7,7 @@ Chains of one op stay pending. Beside them, a chain of another op is read at eac
 two nodes, so its time should not depend on the number of pending nodes. "number" is ``item()`` with
 gradients on, "no gradient" is ``item()`` under ``no_grad``, and "tensor" is a read of a value that
 requires grad and becomes a tensor with a ``grad_fn``. The first read of a block visits all captured
-nodes, once. Its time has a column of its own, divided by the number of pending nodes.
+nodes, once. Its time, divided by the number of pending nodes, has a separate column.
 """
 
 from __future__ import annotations

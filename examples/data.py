@@ -21,8 +21,8 @@ from torch import Tensor
 
 SENTIMENTS = ("0", "1", "2", "3", "4")  # from very negative to very positive
 
-# Modules of the standard library with many functions of their own. Modules that a Python version
-# lacks, or whose functions have moved elsewhere, are skipped.
+# Modules of the standard library that define many functions. Modules that a Python version lacks,
+# or whose functions have moved elsewhere, are skipped.
 MODULES = """
 _collections_abc _pydecimal _pyio argparse ast asyncio.base_events asyncio.events
 asyncio.selector_events asyncio.unix_events codecs collections configparser datetime doctest
@@ -63,7 +63,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Encoded examples. The vocabulary comes from the training part only."""
+    """Encoded examples. The vocabulary is built only from the training part."""
 
     train: list[Example]
     held_out: list[Example]

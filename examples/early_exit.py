@@ -1,8 +1,8 @@
 """A classifier with early exits (Teerapittayanon, McDanel and Kung 2016, arXiv:1709.01686).
 
 Predicts the module of the standard library that a function is from. Each layer has a small
-classifier. If its confidence is high enough, the remaining layers do not run. So each example has a
-depth of its own, and the examples that continue are batched together.
+classifier. If its confidence is high enough, the remaining layers do not run. So examples have
+different depths, and the examples that continue are batched together.
 
     python examples/early_exit.py
 """

@@ -50,27 +50,27 @@ DTYPES = {
 }
 # From best to worst. An op has the class of its worst node, over all samples.
 CLASSES = {
-    "view": "no call at all: an address, or the argument itself",
-    "native": "one call a batch, by a rule of ours",
-    "functorch": "one call a batch, by functorch's batching rule",
-    "loop": "captured, one call an instance",
-    "factory": "reads no pending tensor's values: runs as usual, flushes nothing",
-    "at once": "its arguments are computed, then it runs",
-    "flush": "reads values without an op of its own",
+    "view": "no call: an address computation, or the argument itself",
+    "native": "one call per batch, by a native rule",
+    "functorch": "one call per batch, by functorch's batching rule",
+    "loop": "captured, with one call per instance",
+    "factory": "reads no values of pending tensors: runs as usual, without a flush",
+    "eager": "its arguments are computed, then it runs eagerly",
+    "flush": "reads values without dispatching an op",
 }
 BATCHED = {"view", "native", "functorch"}
 
-_NOISE = "where one number is normalised its gradient is rounding noise: ten times the tolerance"
+_NOISE = "the gradient of one normalised number is rounding noise: ten times the tolerance"
 # Ops that are not checked on tensors without dimensions.
 NOT_SCALAR = {
     "_chunk_cat": "PyTorch 2.13 itself crashes on numbers without dimensions",
-    "logcumsumexp": "of a number eager's gradient is a quotient of two roundings",
-    "resize_": "of a number its new elements are memory that nobody has written",
+    "logcumsumexp": "without dimensions, eager's gradient is a quotient of two rounding errors",
+    "resize_": "without dimensions, the new elements are uninitialized memory",
 }
 # Ops that are not checked on tensors with many equal elements.
-_SINGULAR = "of a singular matrix the gradient is any of many, and its condition is rounding noise"
-_RANK = "of a singular matrix the rank, and all that follows, depends on where in memory it lies"
-_BOUND = "a singular value that is the bound itself is above or below it by rounding noise"
+_SINGULAR = "the gradient for a singular matrix is not unique, and its condition is rounding noise"
+_RANK = "the rank of a singular matrix, and thus the result, depends on its memory address"
+_BOUND = "a singular value that equals the bound is above or below it by rounding noise"
 NOT_EQUAL = (
     dict.fromkeys(("norm.nuc", "linalg.cond", "linalg.svdvals"), _SINGULAR)
     | dict.fromkeys(("linalg.lstsq", "linalg.lstsq.grad_oriented"), _RANK)
@@ -337,10 +337,10 @@ def classify(done: Run) -> tuple[str, set[str]]:
                 reasons.add(f"alone: {row.op}")
     for at_once in report.at_once:
         if is_ops_own(at_once.site):
-            kinds.add("at once")
-            reasons.add(f"at once: {at_once.op}: {at_once.reason}")
+            kinds.add("eager")
+            reasons.add(f"eager: {at_once.op}: {at_once.reason}")
     flushes = {flush.reason for flush in report.flushes if is_ops_own(flush.site)}
-    if "at once" not in kinds and flushes:
+    if "eager" not in kinds and flushes:
         kinds.add("flush")
         reasons |= {f"flush: {reason}" for reason in flushes}
     if not kinds:

@@ -119,14 +119,15 @@ VERSION = torch.__version__.rsplit(".", 1)[0]  # 2.13
 
 HEADER = """# Ops
 
-Written by `make sweep ARGS=--write`; not to be edited. Every op of PyTorch {version}'s own operator
-database, with every tensor input pending, in the worst class that any of its samples fell into:
+Written by `make sweep ARGS=--write`; do not edit. The tables list every op of PyTorch {version}'s
+operator database. All tensor inputs are pending. An op has the worst class of its samples:
 
 {classes}
 
-Empty: the op does not take the dtype, has no tensor input, or makes no sample that eager runs. All
-were compared with eager: values, dtypes, shapes, strides, `requires_grad`, gradients; of random ops
-the distribution, and that a seed repeats.
+A cell is empty if the op does not take the dtype, has no tensor input, or has no sample that eager
+mode runs. All other ops were compared with eager mode: values, dtypes, shapes, strides,
+`requires_grad` and gradients. For random ops, the distribution was compared, and a seed must give
+the same numbers again.
 
 {summary}
 """
@@ -151,10 +152,10 @@ def write_table(outcomes: list[Outcome]) -> None:
     pairs = [o for o in outcomes if o.kind and not o.in_place]
     text = HEADER.format(version=VERSION, classes=classes, summary=f"{share_of(pairs)}.")
     if EXCEPTIONS:
-        text += "\nNot checked, or not in full:\n\n"
+        text += "\nNot checked, or not checked in full:\n\n"
         text += "\n".join(f"- `{name}`: {why}" for name, why in EXCEPTIONS.items()) + "\n"
     text += "\n" + table_of([o for o in outcomes if not o.in_place])
-    text += "\n## In place\n\nOn a clone made inside the block.\n\n"
+    text += "\n## In place\n\nRun on a clone that was made inside the block.\n\n"
     TABLE.write_text(text + table_of([o for o in outcomes if o.in_place]))
 
 

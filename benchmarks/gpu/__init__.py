@@ -1,5 +1,5 @@
-"""`make gpu`: all that a machine with a GPU can tell, in twenty minutes, in one folder.
+"""`make gpu`: runs everything that needs a GPU, in twenty minutes, with results in one folder.
 
-`__main__` runs the parts of `parts`, each in a process of its own; `row` and `trace` are such
-processes, and `report` makes Markdown and pictures of what they wrote.
+`__main__` runs the parts of `parts`, each in a separate process. `row` and `trace` are such
+processes, and `report` turns their results into Markdown and pictures.
 """

@@ -1,11 +1,11 @@
-"""Runs the parts and writes what they gave into one folder; goes on where it was stopped.
+"""Runs the parts and writes their results into one folder. Resumes after a stop.
 
 python -m benchmarks.gpu --device cuda --out build/gpu [--minutes 9]
 
 The folder: report.md; results.json, all figures; speed.png and experts.png, where matplotlib is
-installed; traces.zip; log.txt, what the parts printed. All of it is written after each part. A part
-that was done is not run again; one that failed or took too long is, after those that were not run
-yet.
+installed; traces.zip; log.txt, what the parts printed. All of it is written after each part.
+Finished parts do not run again. Parts that failed or took too long run again, after parts that have
+not run yet.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from benchmarks.gpu.parts import JSON, ROOT, TRACES, Part, all_parts
 
 DONE, FAILED, LATE, SKIPPED = "done", "failed", "took too long", "skipped"
 LAST_LINES = 15
-SHORTEST = 15  # seconds that are left: with less no part is begun
+SHORTEST = 15  # if fewer seconds are left, no part is started
 
 
 class Folder:
-    """Where results go, and those that are there."""
+    """The folder of the results, and its current results."""
 
     def __init__(self, path: Path, device: str) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class Folder:
                 )
 
     def status(self, part: Part) -> str | None:
-        """Of a part that was run before."""
+        """Returns the status of a part that ran before, else None."""
         found = self.data["parts"].get(part.name)
         return found["status"] if found else None
 
@@ -57,12 +57,12 @@ class Folder:
         self.data["parts"][part.name] = result
         written = self.path / "results.json.new"
         written.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        written.replace(self.results)  # never half of it, should this be stopped
+        written.replace(self.results)  # a stop never leaves a half-written file
         report.write(self.data, self.path)
 
 
 def run(part: Part, folder: Folder, most: float) -> dict[str, Any]:
-    """Runs a part for so many seconds at most: its status, seconds, last lines and figures."""
+    """Runs a part with a time limit. Returns its status, seconds, last lines and results."""
     if missing := part.missing():
         return {"status": SKIPPED, "seconds": 0.0, "output": missing}
     figures = folder.path / "part.json"
@@ -114,7 +114,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a part failed, or some are left."""
+    """Returns 1 if a part failed or has not run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""The parts of `make gpu`, the most important first, each with a limit of its own."""
+"""The parts of `make gpu`, the most important first, each with a time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRACES = "TRACES"  # the archive of traces
 
 @dataclass(frozen=True)
 class Part:
-    """A command. Where one of `needs` says that something is missing, it is not run."""
+    """A command. It does not run if one of `needs` returns what is missing."""
 
     name: str
     command: tuple[str, ...]
@@ -26,7 +26,7 @@ class Part:
     needs: tuple[Callable[[], str], ...] = ()
 
     def missing(self) -> str:
-        """What is, if anything."""
+        """Returns what is missing, or an empty string."""
         return next(filter(None, (need() for need in self.needs)), "")
 
 
@@ -52,7 +52,7 @@ def _build(architecture: str, device: str) -> tuple[Part, Part]:
     jobs = str(len(os.sched_getaffinity(0)))
     environment = {"CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", jobs)}
     if device.startswith("cuda"):
-        # Without its kernels nothing here would be worth the time.
+        # Without the CUDA kernels, the other parts would be useless.
         kernels = f"-DAUTOBATCH_CUDA=ON -DAUTOBATCH_CUDA_ARCHITECTURES={architecture}"
         given = os.environ.get("AUTOBATCH_CMAKE_ARGS", "")
         environment["AUTOBATCH_CMAKE_ARGS"] = f"{given} {kernels}".strip()
@@ -136,7 +136,7 @@ SIZES = {"mv-rnn": (32, 64), "neural-modules": (64, 128)}
 
 
 def all_parts(device: str, architecture: str, small: bool) -> list[Part]:
-    """In the order in which they are run."""
+    """Returns all parts, in the order in which they run."""
     if small:
         return rehearsal(device)
     build, build_cpp_tests = _build(architecture, device)
@@ -161,7 +161,7 @@ def all_parts(device: str, architecture: str, small: bool) -> list[Part]:
 
 
 def rehearsal(device: str) -> list[Part]:
-    """The same with sizes so small that it takes a few minutes on a CPU."""
+    """Returns the same parts with small sizes, for a few minutes on a CPU."""
     build, build_cpp_tests = _build("", device)
     tests, cpp_tests = _tests()
     return [

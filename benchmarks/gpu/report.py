@@ -1,4 +1,4 @@
-"""Markdown and pictures of what `make gpu` found."""
+"""Markdown and pictures of the results of `make gpu`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# No torch in here: the parts may be about to build against it.
+# This file does not import torch, because a part may be building against it.
 COLUMNS = ("eager", "hand", "dgl", "ours", "cells")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Names to the left, numbers to the right."""
+    """Formats a table: names are left-aligned, numbers right-aligned."""
     lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def figures_of(data: Mapping[str, Any], kind: str) -> list[Any]:
-    """What the parts of a kind wrote."""
+    """Returns the results of the parts of a kind."""
     return [
         part["figures"]
         for name, part in data["parts"].items()
@@ -27,7 +27,7 @@ def figures_of(data: Mapping[str, Any], kind: str) -> list[Any]:
 
 
 def write(data: Mapping[str, Any], folder: Path) -> None:
-    """report.md and the pictures, of what there is so far."""
+    """Writes report.md and the pictures from the results so far."""
     rows = sorted(
         figures_of(data, "row"), key=lambda r: (r["workload"], r["minibatch"], r["hidden"])
     )
@@ -146,7 +146,7 @@ def _draw(
 
 
 def _bars(groups: Mapping[str, Mapping[str, float]], label: str, path: Path) -> None:
-    """A group of horizontal bars for each row, on a logarithmic scale."""
+    """Draws a group of horizontal bars for each row, on a logarithmic scale."""
     import matplotlib
 
     matplotlib.use("Agg")

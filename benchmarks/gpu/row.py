@@ -23,7 +23,7 @@ LONG = 500  # milliseconds: the profiler takes a minute for a step of a hundred 
 
 
 def variants_of(workload: Workload, skipped: dict[str, str]) -> dict[str, Callable[..., Step]]:
-    """Those besides eager, hand and ours."""
+    """Returns the variants other than eager, hand and ours."""
     others = peers.available(workload, True, skipped, names=("dgl",))
     if workload.name in cells.CELLS:
         methods = cells.CELLS[workload.name]
@@ -32,7 +32,7 @@ def variants_of(workload: Workload, skipped: dict[str, str]) -> dict[str, Callab
 
 
 def measure_row(workload: Workload, hidden: int, minibatch: int, rounds: int) -> dict[str, Any]:
-    """What suite.compare gives; of each variant examples a second, launches, idle share, peak."""
+    """Returns the result of suite.compare, with speed, launches, idle share and peak by variant."""
     skipped: dict[str, str] = {}
     others = variants_of(workload, skipped)
     plan = suite.Plan(rounds, eager_rounds=min(2, rounds), warm_up=3, peers=False)
@@ -50,7 +50,7 @@ def measure_row(workload: Workload, hidden: int, minibatch: int, rounds: int) ->
         step = functools.partial(
             measure.run_step, every[name], workload, workload.minibatch(minibatch, 0), True
         )
-        workload.model.zero_grad(set_to_none=True)  # what the step itself gives back is none of it
+        workload.model.zero_grad(set_to_none=True)  # not counted
         load = devices.load(step, workload.device)
         timing["launches"] = load.launches
         timing["idle"] = None if load.busy is None else max(0.0, 1 - load.busy / timing["median"])
@@ -71,7 +71,7 @@ def parse(description: str, arguments: Sequence[str] | None, **more: Any) -> arg
 
 
 def make(options: argparse.Namespace) -> Workload:
-    """The workload on its device, ready to be measured."""
+    """Returns the workload on its device, ready to be measured."""
     device = devices.named(options.device)
     measure.prepare(device)
     return suite.make(WORKLOADS[options.workload], options.hidden, Sources(), device)

@@ -1,4 +1,4 @@
-"""Traces of a step of each variant but eager, for chrome://tracing or Perfetto, in a ZIP archive.
+"""Writes a ZIP archive of traces of one step per variant (except eager), for Perfetto.
 
 python -m benchmarks.gpu.trace binary-tree-lstm 128 64 --device cuda --archive traces.zip
 """
@@ -19,7 +19,7 @@ from benchmarks.measure import EAGER
 
 
 def activities(device: torch.device) -> list[ProfilerActivity]:
-    """What the profiler sees of this device."""
+    """Returns the activities that the profiler records for this device."""
     return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 

@@ -23,7 +23,7 @@ def available(
     skipped: dict[str, str],
     names: Sequence[str] = PEERS,
 ) -> dict[str, Callable[..., Step]]:
-    """The variants that these peers have of a workload; says of the others why not."""
+    """Returns the variants of these peers. Stores in ``skipped`` why others have none."""
     variants: dict[str, Callable[..., Step]] = {}
     for peer in names:
         try:

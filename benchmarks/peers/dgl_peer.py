@@ -24,7 +24,7 @@ _graphs: dict[int, Any] = {}  # one a tree, made with the data as DGL's loaders 
 
 
 def _graph(tree: Any) -> Any:
-    """Edges from children to parents, in order."""
+    """Returns the edges from children to parents, in order."""
     if id(tree) not in _graphs:
         child, parent = tree.links
         _graphs[id(tree)] = graph = dgl.graph(
@@ -111,6 +111,6 @@ LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """The workload's step, if it is message passing."""
+    """Returns the workload's step, if it is message passing."""
     losses = LOSSES.get(workload.name)
     return {} if losses is None else {"dgl": timed_losses(losses)}

@@ -66,7 +66,7 @@ def _tree_losses(
     node: Callable[[State, State], State],
     vector: Callable[[State], Any],
 ) -> list[Any]:
-    """Of binary trees with a loss at each node, from the state's ``vector``."""
+    """Returns the losses of binary trees with a loss at each node, from the state's ``vector``."""
     losses = []
     for tree in minibatch:
         states: list[State] = []

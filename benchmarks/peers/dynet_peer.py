@@ -1,8 +1,8 @@
 """DyNet (dyNET38 on PyPI), its Python API: autobatching by agenda (1) or by depth (2), or none
 (0).
 
-It has tensors, parameters and autograd of its own, so parameters are copied to it once, and the
-gradients back after the clock has stopped. The kind of autobatching is one for the process:
+It has its own tensors, parameters and autograd. So parameters are copied to DyNet once, and
+gradients are copied back after the time is taken. The kind of autobatching is one for the process:
 AUTOBATCH_DYNET=0, 1 or 2 in the environment, 1 if it is not set.
 """
 
@@ -29,7 +29,7 @@ from benchmarks.peers.dynet_models import LOSSES  # noqa: E402
 
 
 class Parameters:
-    """A workload's parameters in DyNet; embeddings are lookup parameters."""
+    """The parameters of a workload in DyNet. Embeddings are lookup parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.collection = dy.ParameterCollection()
@@ -56,7 +56,7 @@ class Parameters:
             parameter.scale_gradient(0)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Copies of them."""
+        """Returns copies of the gradients."""
         found = {name: torch.tensor(p.grad_as_array()) for name, p in self.made.items()}
         both = [name for name in found if name.endswith("bias_ih")]
         return {**found, **{name[:-2] + "hh": found[name] for name in both}}

@@ -28,7 +28,7 @@ torchfold.Variable = lambda data, volatile: data
 
 
 def _total(functions: Any, fold: Any, losses: list[list[Any]]) -> Tensor:
-    """The sum of each example's loss nodes."""
+    """Returns the sum of each example's loss nodes."""
     flat = [node for example in losses for node in example]
     owner = [i for i, example in enumerate(losses) for _ in example]
     (values,) = fold.apply(functions, [flat])
@@ -50,7 +50,7 @@ class BinaryTreeFunctions:
 
 
 def binary_trees(workload: Workload, minibatch: Sequence[Any], functions: Any = None) -> Tensor:
-    """``functions``: others than the Tree-LSTM's."""
+    """``functions``: functions to use instead of the Tree-LSTM's."""
     fold = torchfold.Fold()
     losses = []
     for tree in minibatch:
@@ -138,7 +138,7 @@ def bag_of_words(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
 
 
 class ExpertFunctions(BagFunctions):
-    """Sums the outputs with a chain of additions; a function for each expert."""
+    """Sums the outputs with a chain of additions. Each expert has a function."""
 
     def __getattr__(self, name: str) -> Callable[[Tensor], Tensor]:
         expert = self.model.experts[int(name.removeprefix("expert"))]
@@ -264,6 +264,6 @@ LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """The workload's step, if TorchFold can express it and it is written here."""
+    """Returns the workload's step, if TorchFold can express it and it is implemented here."""
     losses = LOSSES.get(workload.name)
     return {} if losses is None else {"torchfold": timed_losses(losses)}

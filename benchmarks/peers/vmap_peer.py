@@ -23,7 +23,7 @@ from benchmarks.workload import Workload
 def _by_length(
     minibatch: Sequence[Any], name: str, function: Callable[[Tensor, Tensor], Tensor], target: str
 ) -> Tensor:
-    """The function's losses over each group, put back into the order of the minibatch."""
+    """Returns the function's losses over each group, in the order of the minibatch."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, example in enumerate(minibatch):
         groups[len(getattr(example, name))].append(i)
@@ -77,6 +77,6 @@ LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """The workload's step, if vmap can express it."""
+    """Returns the workload's step, if vmap can express it."""
     losses = LOSSES.get(workload.name)
     return {} if losses is None else {"vmap": timed_losses(losses)}

@@ -1,7 +1,7 @@
-"""Models of other people's packages, one example at a time, next to the package's own batching.
+"""Models of other packages, one example at a time, compared with the packages' own batching.
 
-A file a package; the package is imported when its file is. ``make bench-real`` measures all of
-them, ``make test-real`` asserts their answers.
+Each package has a file, which imports the package. ``make bench-real`` measures all of them, ``make
+test-real`` asserts their answers.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ PACKAGES = {
 
 
 def makers(package: str) -> dict[str, Maker]:
-    """What makes each model of a package, by the model's name. Imports the package."""
+    """Returns the function that makes each model of a package, by name. Imports the package."""
     return makers_of(importlib.import_module(f"benchmarks.real.{PACKAGES[package]}").__name__)
 
 
 def version(package: str) -> str:
-    """The version that is installed; of a part of PyTorch (``torch.distributions``) PyTorch's."""
+    """Returns the installed version. For a part of PyTorch, this is PyTorch's version."""
     return importlib.metadata.version(package.partition(".")[0])

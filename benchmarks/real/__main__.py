@@ -1,4 +1,4 @@
-"""Measures models of other people's packages, each package in a process of its own.
+"""Measures models of other packages, each package in a separate process.
 
 python -m benchmarks.real                         all, a few minutes
 python -m benchmarks.real --only torch-geometric,transformers
@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Measures the models of one package; a line of JSON each."""
+    """Measures the models of one package. Prints a line of JSON for each."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     measure.keep_freed_memory()
@@ -71,7 +71,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Says which answers of one package are not eager's; 1 if any is."""
+    """Prints which results of a package differ from eager mode. Returns 1 if any differs."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     ((package, _, wanted),) = options.wanted
@@ -85,7 +85,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def rows_of(package: str, model: str, seconds: float) -> Iterator[Row]:
-    """What a process of its own finds; what ends that process is said of the model it was at."""
+    """Yields the rows of a separate process. If it crashes, its current model gets the error."""
     command = [sys.executable, "-m", "benchmarks.real", "--worker", "--seconds", str(seconds)]
     command += ["--only", f"{package}:{model}" if model else package]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -124,7 +124,7 @@ def installed(package: str) -> str:
 
 
 def line(row: Row) -> str:
-    """A row for whoever waits."""
+    """Formats a row, to show progress."""
     if row.failed:
         return f"{row.package}: {row.model}: {row.failed}"
     parts = []
@@ -141,7 +141,7 @@ def line(row: Row) -> str:
 
 
 def write(text: str) -> None:
-    """Puts the tables between their marks."""
+    """Writes the tables between their marks."""
     document = DOCUMENT.read_text(encoding="utf-8")
     before, begin, rest = document.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])

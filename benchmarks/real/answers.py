@@ -1,4 +1,4 @@
-"""Whether a case's answers are eager's: losses, gradients, buffers, and eager again afterwards."""
+"""Compares a case with eager mode: losses, gradients, buffers, and eager results afterwards."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def phases(case: Case) -> list[str]:
 
 
 def run(case: Case, variant: str, phase: str) -> Step:
-    """One step on the case's examples, from a fixed seed."""
+    """Runs one step on the case's examples, from a fixed seed."""
     torch.manual_seed(0)
     return measure.run_step(VARIANTS[variant], case, case.examples, phase == TRAINING)
 
 
 def run_from_start(case: Case, variant: str, phase: str, buffers: dict[str, Tensor]) -> Step:
-    """The same, with the model's buffers as given before it and among the results after it."""
+    """Like ``run``, with the given buffers before the step. The results include the buffers."""
     own = dict(case.model.named_buffers())
     with torch.no_grad():
         for name, value in buffers.items():
@@ -51,7 +51,7 @@ def run_from_start(case: Case, variant: str, phase: str, buffers: dict[str, Tens
 
 
 def differences(expected: Step, step: Step, with_buffers: bool) -> dict[str, float]:
-    """Of the losses, each gradient and each buffer."""
+    """Returns the differences of the losses, each gradient and each buffer."""
     found = {"losses": measure.difference(expected.losses, step.losses)}
     gradients = [g for n, g in expected.gradients.items() if g is not None and n[0] != "("]
     # A bias before a softmax or a normalisation has a gradient that is zero but for rounding.
@@ -67,8 +67,10 @@ def differences(expected: Step, step: Step, with_buffers: bool) -> dict[str, flo
 
 
 def check(case: Case, variant: str, phase: str, dtype: torch.dtype) -> float:
-    """The largest difference from eager, relative to the largest magnitude. Raises what the variant
-    raises, and a MismatchError where it is more than rounding, or eager has become another."""
+    """Returns the largest difference from eager, relative to the largest magnitude.
+
+    Raises a MismatchError if the difference exceeds rounding, or if eager results have changed.
+    """
     with precision(dtype):
         buffers = {name: value.clone() for name, value in case.model.named_buffers()}
         expected = run_from_start(case, EAGER, phase, buffers)
@@ -88,7 +90,7 @@ def check(case: Case, variant: str, phase: str, dtype: torch.dtype) -> float:
 
 
 def check_both(make: Maker, case: Case, variant: str, phase: str) -> float:
-    """The check, and where it finds a difference, the check in double precision."""
+    """Runs the check. If it finds a difference, repeats the check in double precision."""
     try:
         return check(case, variant, phase, torch.float32)
     except MismatchError:
@@ -96,7 +98,7 @@ def check_both(make: Maker, case: Case, variant: str, phase: str) -> float:
 
 
 def failures(make: Maker) -> list[str]:
-    """What is not eager's of a model in double precision, in blocks, maps and its own batching."""
+    """Returns the differences of a model from eager, in double precision, for all variants."""
     case, found = build(make, torch.float64), []
     for phase in phases(case):
         for variant in variants(case)[1:]:
@@ -108,6 +110,6 @@ def failures(make: Maker) -> list[str]:
 
 
 def what(error: BaseException) -> str:
-    """An error in a line."""
+    """Formats an error in one line."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"

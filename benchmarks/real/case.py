@@ -1,4 +1,4 @@
-"""What a case is: one model of a package, its examples, and the package's own batching of them."""
+"""Defines a case: one model of a package, its examples, and the package's own batching."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SINGLE = 1e-5  # what to allow where a package does part of its work in single p
 
 @dataclass
 class Case(Workload):
-    """One model, as its package's user writes it for one example."""
+    """One model, as a user of its package writes it for one example."""
 
     model: nn.Module
     examples: Sequence[Any]
@@ -71,7 +71,7 @@ def makers_of(module: str) -> dict[str, Maker]:
 
 @contextlib.contextmanager
 def precision(dtype: torch.dtype) -> Iterator[None]:
-    """The dtype that packages make their tensors in."""
+    """Sets the default dtype, which packages use for their tensors."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -81,7 +81,7 @@ def precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 def build(make: Maker, dtype: torch.dtype) -> Case:
-    """The case with its usual seed, in a dtype."""
+    """Makes the case with its usual seed, in a dtype."""
     with precision(dtype):
         torch.manual_seed(0)
         case = make()
@@ -91,13 +91,13 @@ def build(make: Maker, dtype: torch.dtype) -> Case:
 
 
 def lengths(smallest: int, largest: int, count: int = EXAMPLES) -> list[int]:
-    """Sizes of examples: all of the range, in no order."""
+    """Returns sizes of examples: all sizes of the range, in random order."""
     span = largest - smallest + 1
     return [smallest + (7 * i + 3 * (i // span)) % span for i in range(count)]
 
 
 def padded(rows: Sequence[Tensor], value: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Examples of different lengths as one tensor, and the mask of what is theirs."""
+    """Pads examples of different lengths to one tensor. Returns also the mask of real elements."""
     tensor = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     sizes = torch.tensor([len(row) for row in rows])
     return tensor, torch.arange(tensor.size(1)) < sizes[:, None]

@@ -23,7 +23,7 @@ FEATURES, HIDDEN, COMPONENTS = 6, 24, 4
 
 
 def sets(network: nn.Module, score: Callable[[Tensor], Tensor]) -> Case:
-    """``score`` gives a number for each point; a set's is their sum."""
+    """``score`` returns a number for each point. The score of a set is the sum."""
 
     def one(points: Tensor) -> Tensor:
         return -score(points).sum()
@@ -36,7 +36,7 @@ def sets(network: nn.Module, score: Callable[[Tensor], Tensor]) -> Case:
 
 
 class Density(nn.Module):
-    """A mixture of Gaussians of the last half of the features, given the first."""
+    """A mixture of Gaussians for the last half of the features, given the first half."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def mixture() -> Case:
 
 
 class Autoencoder(nn.Module):
-    """A variational one, at the mean of its posterior."""
+    """A variational autoencoder, at the mean of its posterior."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def autoencoder() -> Case:
 
 
 class Covariances(nn.Module):
-    """Gaussians with covariances of low rank, and a prior of their weights."""
+    """Gaussians with covariances of low rank, and a prior for their weights."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""torchdeq: deep equilibrium models, with a number of iterations of each example's own."""
+"""torchdeq: deep equilibrium models, whose number of iterations differs between examples."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ FEATURES = 2
 
 
 class Process(gpytorch.models.ExactGP):
-    """On features from a network."""
+    """A Gaussian process on features from a network."""
 
     def __init__(self, network: nn.Module, kernel: nn.Module, likelihood: nn.Module) -> None:
         super().__init__(None, None, likelihood)

@@ -18,7 +18,7 @@ def case(optimizer: type[torchopt.MetaOptimizer]) -> Case:
     network = nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
 
     def one(task: Any) -> Tensor:
-        """The network's parameters are adapted, and put back."""
+        """Adapts the network's parameters, and restores them."""
         x, y, other_x, other_y = task
         start = torchopt.extract_state_dict(network)
         try:

@@ -1,4 +1,4 @@
-"""torchdiffeq: neural ODEs with a horizon of each example's own."""
+"""torchdiffeq: neural ODEs whose horizon differs between examples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Field(nn.Module):
 
 
 def case(solve: Callable[..., Tensor], own_tolerance: float = 0.0, **options: Any) -> Case:
-    """The state at the end; its own batching takes the longest horizon and a state of each step."""
+    """Computes the final state. The package's batching uses the longest horizon."""
     network = Field()
     examples = [
         (torch.randn(STATE), torch.linspace(0, 0.1 * n, n + 1))

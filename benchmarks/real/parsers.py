@@ -17,7 +17,7 @@ WORDS, TAGS, HIDDEN, RELATIONS = 60, 8, 24, 5
 
 
 def sentence(words: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Words with a root in front, the head of each, and its relation."""
+    """Returns words after a root, the head of each word, and its relation."""
     heads = torch.arange(words + 1).flip(0) % (words + 1)
     return torch.randint(2, WORDS, (words + 1,)), heads, torch.randint(RELATIONS, (words + 1,))
 
@@ -57,7 +57,7 @@ def biaffine() -> Case:
 
 
 def trees(score: Callable[[Tensor, Tensor], Tensor], shortest: int, longest: int) -> Case:
-    """``score`` is asked of the scores of pairs and of lengths."""
+    """``score`` is called with the scores of pairs and the lengths."""
     network = nn.Bilinear(HIDDEN, HIDDEN, 1)
 
     def pairs(h: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ SIZE, ITERATIONS = 6, 12
 
 @dataclass(frozen=True)
 class Walk:
-    """On a grid of values: the way so far; a search for the end with the best value."""
+    """The path so far on a grid of values, for a search of the best end."""
 
     grid: Tensor
     network: nn.Module

@@ -17,7 +17,7 @@ FEATURES, HIDDEN, STATES = 4, 16, 3
 
 
 class Regression(nn.Module):
-    """Points with a mean and a scale from a network, in a plate."""
+    """Points in a plate, whose mean and scale a network computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def regression() -> Case:
 
 
 class Mixture(nn.Module):
-    """A component for each point, which is summed over."""
+    """Each point has a component, over which the program sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def mixture() -> Case:
 
 
 class HiddenMarkov(nn.Module):
-    """A state for each step, which is summed over."""
+    """Each step has a state, over which the program sums."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ def name(row: Row) -> str:
 
 
 def speed(rows: Sequence[Row], phase: str) -> str:
-    """Times, and of the block and the map how much faster than eager and than the package's own."""
+    """Returns times, and how much faster the block and map are than eager and the package's own."""
     lines = []
     for row in rows:
         found = row.phases.get(phase)
@@ -61,7 +61,7 @@ def failures(rows: Sequence[Row]) -> str:
 
 
 def reasons(rows: Sequence[Row]) -> str:
-    """Why there is more than one flush, and what is hardly batched."""
+    """Returns the reasons of flushes, and the ops that are hardly batched."""
     lines = []
     for row in rows:
         for ours in OURS:

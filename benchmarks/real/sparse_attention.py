@@ -15,7 +15,7 @@ HIDDEN, CLASSES = 32, 6
 
 
 class Attention(nn.Module):
-    """A query that attends to rows of any number, and a classifier with a sparse loss."""
+    """A query that attends to any number of rows, and a classifier with a sparse loss."""
 
     def __init__(self, weights: Callable[..., Tensor]) -> None:
         super().__init__()

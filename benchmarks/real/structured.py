@@ -15,7 +15,7 @@ HIDDEN, TAGS = 16, 5
 
 
 class Chain(nn.Module):
-    """Scores of pairs of neighbouring tags."""
+    """Computes scores of pairs of neighbouring tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Chain(nn.Module):
 
 
 class Pairs(nn.Module):
-    """A score of each pair of words, or more than one."""
+    """Computes one score or several for each pair of words."""
 
     def __init__(self, *scores: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def case(
     longest: int,
     infers: bool = True,
 ) -> Case:
-    """``score`` is asked of the potentials and lengths: a number a sentence."""
+    """``score`` is called with potentials and lengths, and returns a number per sentence."""
 
     def one(h: Tensor) -> Tensor:
         return score(network(h[None]), torch.tensor([len(h)]))[0]

@@ -1,4 +1,4 @@
-"""What is measured of a case: its variants in turn, and why they flush."""
+"""Measures the variants of a case in turn, and the reasons of their flushes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_WARM_UP, LEAST_WARM_UP = 16, 12
 # that time. The number is odd, because the library may run a variant's blocks deferred and eager in
 # turn: then neither kind is always the last one before the other variants.
 IN_A_ROW = 3
-MANY, FEW = 8, 4  # so many batches of an op, of fewer calls than so many each, are worth a word
+MANY, FEW = 8, 4  # ops with MANY batches of fewer than FEW calls are reported
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Phase:
 
 @dataclass
 class Row:
-    """All that one case gave."""
+    """All results of one case."""
 
     package: str
     version: str
@@ -64,7 +64,7 @@ class Row:
 
 
 def measure(package: str, model: str, seconds: float) -> Row:
-    """Checks and times one model, for about so long. What fails is said in the row."""
+    """Checks and times one model, for about this time. Failures are recorded in the row."""
     row = Row(package, version(package), model)
     try:
         make = makers(package)[model]
@@ -150,7 +150,7 @@ def _count(result: Phase, variant: str, report: Any) -> None:
 
 
 def _short(site: str) -> str:
-    """A file's path from its package on."""
+    """Returns a file's path, beginning with its package."""
     path, _, line = site.rpartition(":")
     parts = Path(path).parts
     if "site-packages" in parts:

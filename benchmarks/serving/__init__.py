@@ -1,1 +1,1 @@
-"""Serving: throughput against latency, of an engine and of what else a server may do."""
+"""Serving: throughput and latency of an engine and of other servers."""

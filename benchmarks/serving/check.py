@@ -1,8 +1,8 @@
 """Whether an engine loses or mixes up requests: ``python -m benchmarks.serving --check 100000``.
 
 Of each hundred requests one has a mistake, one runs out of time, and one is cancelled. The others
-are trees, sentences and generations of any length. Threads and an event loop submit them at once.
-Every result is compared with eager's, every end is counted, and so is memory.
+are trees, sentences and generations of any length. Threads and an event loop submit them
+concurrently. Every result is compared with eager's, every end is counted, and so is memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT = 300.0  # seconds after which a request counts as lost
 
 
 class MistakeError(Exception):
-    """Of a request; has its number."""
+    """The error of a request, with its number."""
 
 
 @dataclasses.dataclass
@@ -42,7 +42,7 @@ class Request:
     kind: str
     argument: Any = None
     expected: Any = None
-    answers: int = 0  # has to be 1 in the end
+    answers: int = 0  # must be 1 at the end
 
 
 class Server(nn.Module):
@@ -97,7 +97,7 @@ def is_same(found: Any, expected: Any) -> bool:
 
 
 def is_right(request: Request, outcome: Any) -> bool:
-    """``outcome``: the result, or what was raised."""
+    """``outcome``: the result, or the exception."""
     if request.kind == "raises":
         return isinstance(outcome, MistakeError) and outcome.args == (request.number,)
     if request.kind == "fails in a batch":
@@ -173,13 +173,13 @@ class Clients:
 
 
 def resident() -> float:
-    """MiB of this process now."""
+    """Returns the resident memory of this process, in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20
 
 
 def check(count: int) -> bool:
-    """Prints what was found; False if anything is wrong."""
+    """Prints the results. Returns False if anything is wrong."""
     torch.manual_seed(0)
     server = Server().eval()
     requests = make_requests(server, count)

@@ -1,4 +1,4 @@
-"""Load: as many requests as a server takes, or requests that come by themselves."""
+"""Load: as many requests as a server can handle, or requests at random times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured:
 
 
 class Recorder:
-    """Times of requests: from when they were to be sent, to their result."""
+    """Measures times of requests, from their scheduled submission to their result."""
 
     def __init__(self) -> None:
         self.latencies: list[float] = []
@@ -50,7 +50,7 @@ class Recorder:
 
 
 def peak(server: Server, requests: Sequence[Any], live: int) -> float:
-    """Requests a second, with so many under way all the time."""
+    """Returns requests per second, with `live` requests running at all times."""
     recorder = Recorder()
     began = time.perf_counter()
     for i, request in enumerate(requests):
@@ -63,7 +63,7 @@ def peak(server: Server, requests: Sequence[Any], live: int) -> float:
 def open_loop(
     server: Server, requests: Sequence[Any], rate: float, most_seconds: float, seed: int = 0
 ) -> Measured:
-    """Poisson arrivals, which do not wait for results: a late server is not spared."""
+    """Sends requests at Poisson times, without waiting for results."""
     rng, recorder = random.Random(seed), Recorder()
     began = due = time.perf_counter()
     sent = 0

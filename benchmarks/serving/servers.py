@@ -1,4 +1,4 @@
-"""What serves the requests: each has `submit`, which gives a future, and `close`."""
+"""Servers. Each has `submit`, which returns a future, and `close`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineServer(Server):
 
 
 class Collecting(Server):
-    """One thread takes what has come, up to so many, and runs it as a whole; all wait for it."""
+    """A thread runs the requests that have arrived, up to a limit, as one call."""
 
     def __init__(self, run: Callable[[Sequence[Any]], Sequence[Any]], most: int) -> None:
         self._run = run
@@ -61,7 +61,7 @@ class Collecting(Server):
         return future
 
     def take(self) -> list[Job]:
-        """What runs next, of `_jobs`."""
+        """Removes and returns the jobs that run next."""
         return [self._jobs.popleft() for _ in range(min(self._most, len(self._jobs)))]
 
     def _serve(self) -> None:
@@ -100,7 +100,7 @@ class Windows(Collecting):
 
 
 class Padded(Collecting):
-    """Requests of about one length, padded: the bucket whose first request is the oldest."""
+    """Pads requests of similar length. Runs the bucket whose first request is the oldest."""
 
     name = "padded buckets"
     width = 10

@@ -1,4 +1,4 @@
-"""What is served: code for one request, the same padded by hand, and requests as they come.
+"""Workloads: code for one request, hand-padded code for several, and random requests.
 
 Lengths are those of sentences in WMT's news tests: log-normal, mean 24, at most 330.
 """
@@ -19,7 +19,7 @@ WORDS = 2000
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """`one` serves a request. `padded`, if there is such code, serves several that were padded."""
+    """`one` serves a request. `padded`, if it exists, serves several padded requests."""
 
     name: str
     one: Callable[[Any], Any]
@@ -63,7 +63,7 @@ class Encoder(nn.Module):
         return self.out(self.states(sentence)[0])[0]
 
     def padded_states(self, sentences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """[requests, hidden] each, of the last word of each."""
+        """Returns the states at the last word of each request, [requests, hidden] each."""
         tokens, lengths = pad(sentences)
         x = self.words(tokens)
         h = c = x.new_zeros(len(sentences), x.shape[2])
@@ -153,7 +153,7 @@ def num_leaves(tree: Any) -> int:
 
 
 def tree_lstm(hidden: int) -> Workload:
-    """Of sentences as long as a treebank's: mean 19, at most 60."""
+    """Random trees with the lengths of treebank sentences: mean 19, at most 60."""
     model = TreeLstm(hidden).eval()
 
     def request(rng: random.Random) -> Any:
@@ -163,7 +163,7 @@ def tree_lstm(hidden: int) -> Workload:
 
 
 class Generator(nn.Module):
-    """Greedy generation that ends by itself: each step reads which word comes."""
+    """Greedy generation of any length. Each step reads the next word."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ class WordByWord(nn.Module):
 
 
 class SentenceAtOnce(WordByWord):
-    """The same with one lookup for the sentence."""
+    """The same with a single lookup for the sentence."""
 
     def total(self, text: Text) -> Tensor:
         embedded: Tensor = self.embedding(text.sentence)

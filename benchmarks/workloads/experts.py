@@ -35,7 +35,7 @@ class Routed:
 
 
 class MixtureOfExperts(nn.Module):
-    """Classifies a sentence from the sum of what the experts make of its words."""
+    """Classifies a sentence from the sum of the experts' outputs for its words."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MixtureOfExperts(nn.Module):
         self.classifier = nn.Linear(hidden, CLASSES)
 
     def route(self, word: Tensor, expert: int) -> Tensor:
-        """What a word's expert makes of it, [1, H]."""
+        """Returns the output of a word's expert, [1, H]."""
         x: Tensor = self.embedding(word)
         return x + self.experts[expert](x).relu()
 

@@ -32,7 +32,7 @@ class Seed:
 
 
 class FreeGenerator(DoublyRecurrent):
-    """Decides at each node what it is, and whether it has children and a next sibling."""
+    """Decides the symbol of each node, and whether it has children and a next sibling."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden)
@@ -49,7 +49,7 @@ class FreeGenerator(DoublyRecurrent):
     def grow(
         self, above: Tensor, before: Tensor, depth: int, place: int, losses: list[Tensor]
     ) -> None:
-        """A node, what is below it, and its later siblings."""
+        """Generates a node, its descendants, and its later siblings."""
         features = (self.from_parent(above) + self.from_sibling(before)).tanh()
         scores, topology = self.label(features), self.topology(features)
         down, along = (topology[0] > 0).tolist()
@@ -68,7 +68,7 @@ class FreeGenerator(DoublyRecurrent):
 
 @dataclass
 class Frame:
-    """A node that is still to be made: rows of memory."""
+    """A node that is not generated yet: rows of memory."""
 
     above: int
     before: int
@@ -77,7 +77,7 @@ class Frame:
 
 
 class Lockstep:
-    """Grows all trees by hand-written batches, a node of each at a time."""
+    """Grows all trees with hand-written batches, one node of each tree at a time."""
 
     def __init__(self, model: FreeGenerator, plan: Sequence[Seed]) -> None:
         self.model = model
@@ -117,7 +117,7 @@ class Lockstep:
         return losses
 
     def decide(self, frames: list[Frame], topology: Tensor) -> tuple[list[bool], list[bool]]:
-        """Whether each node has children, and whether it has a next sibling."""
+        """Returns whether each node has children, and whether it has a next sibling."""
         decided = (topology > 0).tolist()
         small = [self.counts[k] < MOST for k in self.live]
         for k in self.live:
@@ -160,7 +160,7 @@ class Lockstep:
 
 
 def following(cell: nn.Module, places: list[int], embedded: Tensor, states: Tensor) -> Tensor:
-    """The states that a cell computes from the nodes at some places."""
+    """Returns the states that a cell computes from the nodes at some places."""
     rows = collate.tensor(places)
     return cell(embedded.index_select(0, rows), states.index_select(0, rows))
 
@@ -185,7 +185,7 @@ class FreeTreeGeneration(Workload):
         return minibatch
 
     def hand(self, plan: Sequence[Seed]) -> Tensor:
-        """All trees in lockstep, a node each."""
+        """Generates all trees in lockstep, one node per step."""
         trees = Lockstep(self.model, plan)
         losses, owners = [], []
         while trees.live:

@@ -62,7 +62,7 @@ class DoublyRecurrent(nn.Module):
     def generate(
         self, tree: Target, node: int, above: Tensor, before: Tensor, losses: list[Tensor]
     ) -> None:
-        """Predicts a node from its ancestors' state and its siblings', then its children."""
+        """Predicts a node from the states of its ancestors and siblings, and then its children."""
         features = (self.from_parent(above) + self.from_sibling(before)).tanh()
         losses.append(F.cross_entropy(self.label(features), tree.labels[node]))
         wanted = tree.topology[node]
@@ -77,7 +77,7 @@ class DoublyRecurrent(nn.Module):
 
 
 def random_tree(draw: Random, nodes: int) -> list[list[int]]:
-    """Children of each node, parents first; the number of children is geometric."""
+    """Returns the children of each node, parents first, in geometrically distributed numbers."""
     children: list[list[int]] = [[]]
     frontier = [0]
     while len(children) < nodes:
@@ -93,7 +93,7 @@ def random_tree(draw: Random, nodes: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Chains:
-    """States that each come from one of the level before, level by level."""
+    """Chains of states, level by level. A state is computed from one of the previous level."""
 
     labels: Tensor  # [states]: ids of the inputs
     sizes: list[int]  # states of each level
@@ -175,7 +175,7 @@ class TreeGeneration(Workload):
         sibling = np.where(sibling < 0, -1, sibling + offsets)
 
         def over(nodes: Ids, links: Ids, level: Ids, first: Ids) -> tuple[Chains, Ids]:
-            """Chains over some of the nodes, and by node the row of its state."""
+            """Returns chains over some of the nodes and, by node, the row of its state."""
             number = np.full(len(labels), -1)
             number[nodes] = np.arange(len(nodes))
             source = np.where(links[nodes] < 0, -1, number[links[nodes]])
@@ -217,7 +217,7 @@ class TreeGeneration(Workload):
         return collate.sum_by(plan.trees, losses, len(plan.latents))
 
     def states(self, cell: nn.GRUCell, plan: Chains, first: Tensor) -> Tensor:
-        """The first states and those of the chains, [first + states, H]."""
+        """Returns the first states and the states of the chains, [first + states, H]."""
         states = [first]
         inputs = self.model.embedding(plan.labels).split(plan.sizes)
         for x, sources in zip(inputs, plan.sources, strict=True):

@@ -34,7 +34,7 @@ class Graph:
 
 
 class GraphNetwork(nn.Module):
-    """The mean of what comes along the edges, beside the node's own; then the mean of the nodes."""
+    """Adds the mean over its edges to each node. Averages the nodes at the end."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class GraphNetwork(nn.Module):
 
 @dataclass(frozen=True)
 class Plan:
-    """The graphs side by side, offsets added to their edges."""
+    """The concatenated graphs, with offsets added to their edges."""
 
     features: Tensor
     begin: Tensor

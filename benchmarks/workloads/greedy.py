@@ -49,14 +49,14 @@ class Configuration:
         return self.next == len(self.heads) and len(self.stack) == 1
 
     def only(self) -> int | None:
-        """The one action that is possible, if there is but one."""
+        """Returns the only possible action, if there is only one."""
         return SHIFT if len(self.stack) < 2 else None
 
     def may_shift(self) -> bool:
         return self.next < len(self.heads)
 
     def wanted(self) -> int:
-        """The action that does the least harm."""
+        """Returns the action that loses the fewest true arcs."""
         if len(self.stack) < 2:
             return SHIFT
         below, top = self.stack[-2:]
@@ -79,7 +79,7 @@ class Configuration:
 
 
 class GreedyParserModel(nn.Module):
-    """Follows its own best action; the loss is that of the wanted ones on the way."""
+    """Follows its own best actions. The loss is computed for the oracle's actions."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class GreedyParserModel(nn.Module):
 
 
 def random_heads(draw: Random, words: int) -> list[int]:
-    """A projective tree: the head of a span lies anywhere in it, and so on to both sides."""
+    """Returns a random projective tree. Each span has a random head, recursively."""
     heads = [-1] * words
     spans = [(0, words, -1)]
     while spans:
@@ -153,7 +153,7 @@ def random_heads(draw: Random, words: int) -> list[int]:
 
 @dataclass
 class Moves:
-    """What the actions of one step take from stacks and buffers. Shifts come first, then arcs."""
+    """The entries that the actions of one step use. Shifts come first, then arcs."""
 
     order: list[int]  # by row of this step, the sentence's place in `live`
     shifted: list[int]  # rows of words
@@ -162,7 +162,7 @@ class Moves:
 
 
 class Lockstep:
-    """Parses all sentences by hand-written batches, an action of each at a time.
+    """Parses all sentences with hand-written batches, one action of each at a time.
 
     The stacks' vectors and states are rows of a memory; row 0 is that of an empty stack.
     """
@@ -215,7 +215,7 @@ class Lockstep:
         return collate.tensor([self.ats[k].wanted() for k in self.live])
 
     def choose(self, scores: Tensor) -> list[int]:
-        """The best action that is possible, for each live sentence."""
+        """Returns the best possible action for each live sentence."""
         ats, live = self.ats, self.live
         floor = scores.new_zeros(scores.shape)
         for i, k in enumerate(live):
@@ -254,7 +254,7 @@ class Lockstep:
         return moves
 
     def compose(self, moves: Moves, embedded: Tensor) -> Tensor:
-        """The vectors that go on the stacks: words that are shifted, and composed pairs."""
+        """Returns the vectors to push on the stacks: shifted words and composed pairs."""
         shifted, pairs = moves.shifted, moves.pairs
         pushed = [self.words.index_select(0, collate.tensor(shifted))] if shifted else []
         if pairs:
@@ -319,7 +319,7 @@ class GreedyParser(Workload):
         return minibatch
 
     def hand(self, plan: Sequence[Sentence]) -> Tensor:
-        """All sentences in lockstep, an action each."""
+        """Parses all sentences in lockstep, one action per step."""
         parsers = Lockstep(self.model, plan)
         losses, owners = [], []
         while parsers.live:

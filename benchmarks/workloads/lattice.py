@@ -97,7 +97,7 @@ def lexicon_matches(draw: Random, characters: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Step:
-    """One character of all sentences that have so many; those with words come first."""
+    """One character of each sentence that is long enough. Sentences with words come first."""
 
     size: int
     words: int
@@ -236,7 +236,7 @@ class LatticeLSTM(Workload):
     def join(
         self, step: Step, word: Tensor, link: Tensor, states: list[Tensor], i: Tensor, g: Tensor
     ) -> Tensor:
-        """The cells of the characters at which words end: a softmax over what comes together."""
+        """Returns the cells of characters at which words end, by a softmax over all paths."""
         model, hidden = self.model, self.model.hidden
         recent = torch.cat(states[:-LONGEST:-1])
         h, c = recent.index_select(0, step.sources).chunk(2, dim=-1)

@@ -54,7 +54,7 @@ class StackLSTMParser(nn.Module):
         self.score = nn.Linear(hidden, ACTIONS)
 
     def action_loss(self, top: Tensor, front: Tensor, past: Tensor, action: Tensor) -> Tensor:
-        """Of one action, from the states [1, H] of stack, buffer and history."""
+        """Returns the loss of one action, from the states [1, H] of stack, buffer and history."""
         features = self.summary(torch.cat([top, front, past], dim=-1)).relu()
         return F.cross_entropy(self.score(features), action)
 
@@ -94,7 +94,7 @@ class StackLSTMParser(nn.Module):
 
 
 def derivation(draw: Random, words: int) -> list[int]:
-    """Random actions that leave one item; odd ones are left arcs, even ones but 0 right arcs."""
+    """Returns random actions that leave one item: shift (0), left (odd) and right arcs (even)."""
     actions: list[int] = []
     depth, waiting = 0, words
     while waiting or depth > 1:
@@ -112,7 +112,7 @@ def derivation(draw: Random, words: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One action of all sentences that still have one: the shifts first, then the arcs.
+    """One action of each sentence that still has one. Shifts come first, then arcs.
 
     ``keep`` are the rows of memory followed by this step's that later steps will read.
     """
@@ -241,7 +241,7 @@ class TransitionParser(Workload):
         last = starts + word_counts - 1
 
         def rows(places: list[tuple[int, int]]) -> Ids:
-            """Rows of words that are that many from the front; -1 where none is left."""
+            """Returns the rows of words at this distance from the front; -1 if none is left."""
             sentence, taken = np.array(places).T
             found = row[np.maximum(last[sentence] - taken, starts[sentence])]
             return np.where(taken < word_counts[sentence], found, -1)

@@ -104,7 +104,7 @@ SCORES = 5
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two sentences and how alike they are: a distribution over the scores, [1, SCORES]."""
+    """Two sentences and their similarity, a distribution over the scores, [1, SCORES]."""
 
     left: Tree
     right: Tree
@@ -112,7 +112,7 @@ class Pair:
 
 
 class PairSimilarity(nn.Module):
-    """Section 4.2: how alike two sentences are, from the states of their roots."""
+    """Section 4.2: the similarity of two sentences, from the states of their roots."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class PairSimilarity(nn.Module):
         return states[-1][0]
 
     def log_probabilities(self, left: Tensor, right: Tensor) -> Tensor:
-        """Of each score, from the two roots' states."""
+        """Returns the log-probability of each score, from the states of the two roots."""
         similar = self.angle(left * right) + self.distance((left - right).abs())
         return self.out(similar.sigmoid()).log_softmax(-1)
 

@@ -204,7 +204,7 @@ bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
 }
 
 struct Known {
-  py::object check;  // null: the value must be read at once
+  py::object check;  // null: the value must be read immediately
   py::tuple names;
   bool expected = false, is_of_torch = false;
 };
@@ -283,7 +283,7 @@ bool is_known(const PendingTensor& tensor) {
 }
 
 // Records a deferred check, and returns the truth value for which the statement does not fail.
-// Returns nothing if the value must be read at once.
+// Returns nothing if the value must be read immediately.
 std::optional<bool> answer(PyObject* self, Method method) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return {};
   const at::Tensor& tensor = THPVariable_Unpack(self);

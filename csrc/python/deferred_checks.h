@@ -1,6 +1,6 @@
 // Deferred checks of Python code (autobatch/plan/deferred_checks.h). Code may read the truth value
 // of a pending tensor (by `__bool__` or `item`) at a place where one of the two truth values only
-// raises an error. In this case the read returns the other truth value at once. The flush that
+// raises an error. In this case the read returns the other truth value immediately. The flush that
 // computes the tensor verifies this value. _deferred_checks.py finds such places in the source
 // code. _catching.py finds whether a function on the call stack may catch the error. Both answers
 // are cached for each place.

@@ -100,7 +100,7 @@ std::vector<Replaced>& replaced() {
   return *all;
 }
 
-// replace(module, name, ours) replaces the module's attribute by `ours` in each later block.
+// replace(module, name, ours) replaces the module's attribute with `ours` in each later block.
 PyObject* replace(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *module, *name, *ours;

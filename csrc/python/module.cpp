@@ -195,13 +195,14 @@ void set_switch(const std::string& name, bool on) {
     autobatch::free_waiting_objects();  // the objects that tensor_objects keeps
     return;
   }
-  throw py::value_error("set_switch: no switch '" + name + "'; there are " + names_of_switches());
+  throw py::value_error("set_switch: there is no switch '" + name +
+                        "'; switches: " + names_of_switches());
 }
 
 void check_disabled_names() {
   for (const std::string& name : autobatch::unknown_disabled_names()) {
-    throw py::value_error("AUTOBATCH_DISABLE names '" + name + "', which is not among " +
-                          names_of_switches());
+    throw py::value_error("AUTOBATCH_DISABLE names '" + name +
+                          "', which is not a switch; expected one of " + names_of_switches());
   }
 }
 

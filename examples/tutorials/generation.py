@@ -2,9 +2,9 @@
 Generation
 ==========
 
-A character model that invents names of Python modules. Each name ends when the model says so, so
-names that are generated together have different lengths. Each step reads the character that was
-drawn: :func:`torch_autobatch.map` batches the steps of all names that are still going on.
+A character model that invents names of Python modules. The model decides when a name ends, so names
+that are generated together have different lengths. Each step reads the character that was drawn:
+:func:`torch_autobatch.map` batches the steps of all unfinished names.
 """
 
 import random
@@ -42,7 +42,7 @@ class Names(nn.Module):
         self.score = nn.Linear(hidden, len(LETTERS))
 
     def forward(self, name: str) -> Tensor:
-        """The loss of a name: no reads."""
+        """Returns the loss of a name, without reads."""
         state, last, losses = None, END, []
         for letter in [*map(LETTERS.index, name), END]:
             state = self.cell(self.embedding(torch.tensor([last])), state)  # [1, hidden]
@@ -51,7 +51,7 @@ class Names(nn.Module):
         return torch.stack(losses).mean()
 
     def generate(self, chance: random.Random) -> str:
-        """A name, drawn letter by letter."""
+        """Returns a name, which is drawn letter by letter."""
         state, last, name = None, END, ""
         while len(name) < 20:
             state = self.cell(self.embedding(torch.tensor([last])), state)
@@ -82,7 +82,8 @@ for number in range(120):
 # Generation
 # ----------
 #
-# Each name has its own random numbers, so it does not depend on what is generated beside it.
+# Each name has its own random numbers, so it does not depend on the names that are generated with
+# it.
 
 
 def generate(enabled: bool = True) -> tuple[list[str], ab.batch]:

@@ -22,7 +22,8 @@ draw = random.Random(0)
 # The data
 # --------
 #
-# A graph is its edges, both directions of each, as two tensors: where they start, where they end.
+# A graph consists of edges in both directions, as two tensors: their start nodes and their end
+# nodes.
 
 
 class Graph:
@@ -42,8 +43,8 @@ print("leaves:", min(g.leaves for g in graphs), "to", max(g.leaves for g in grap
 # The model
 # ---------
 #
-# Two rounds of messages. A node adds up what its neighbours send, and the graph's answer is the sum
-# over its nodes.
+# Two rounds of messages. A node adds the messages of its neighbours, and the output of the graph is
+# the sum over its nodes.
 
 
 class Network(nn.Module):
@@ -92,7 +93,7 @@ print(f"held out: {sum(errors) / len(errors):.2f} leaves off on average")
 # What was batched
 # ----------------
 #
-# Rows of all graphs are concatenated, so a layer is one call, whatever the sizes.
+# Rows of all graphs are concatenated, so a layer is one call for any sizes.
 
 draw_batches(scope.report())
 
@@ -108,4 +109,4 @@ draw_times(eager, ours, "a training step of 64 graphs")
 # %%
 # A graph network has few and large ops, so there is less to gain than with trees. Libraries for
 # graphs that merge the minibatch before the step, such as PyTorch Geometric, are faster still: use
-# them where the model is message passing and nothing else.
+# them if the model consists only of message passing.

@@ -2,9 +2,9 @@
 A parser
 ========
 
-A shift-reduce parser that learns the precedence of operators. What it does next depends on scores
-that it reads, so each sentence takes its own way. :func:`torch_autobatch.map` batches across
-sentences all the same: where one reads a value it waits, and the others go on.
+A shift-reduce parser that learns the precedence of operators. The next action depends on scores
+that the parser reads, so each sentence takes a different path. :func:`torch_autobatch.map` still
+batches across sentences: a sentence that reads a value waits, and the others continue.
 """
 
 import random
@@ -46,8 +46,8 @@ print("a sentence:", " ".join(sentences[0]))
 # The parser's state
 # ------------------
 #
-# A stack of words and phrases, and the words that are left. Plain Python objects: nothing in them
-# is batched or padded. A phrase is written as nested tuples.
+# A stack of words and phrases, and the remaining words. They are plain Python objects, without
+# batching or padding. A phrase is written as nested tuples.
 
 
 class Parse:
@@ -63,7 +63,7 @@ class Parse:
         return shift + [REDUCE] * reduce
 
     def best(self) -> int:
-        """What the rules of precedence say."""
+        """Returns the action that the rules of precedence require."""
         if self.possible() != [SHIFT, REDUCE]:
             return self.possible()[0]
         held, next_one = PRECEDENCE[self.stack[-2]], PRECEDENCE[self.words[self.front]]
@@ -82,8 +82,8 @@ class Parse:
 # The model
 # ---------
 #
-# It sees the word before the last on the stack and the next word of the sentence, both as states of
-# an LSTM that has read the sentence. ``int(scores.argmax())`` is the read.
+# The model gets the last but one word on the stack and the next word of the sentence, both as
+# states of an LSTM that has read the sentence. ``int(scores.argmax())`` is the read.
 
 
 class Parser(nn.Module):
@@ -103,7 +103,7 @@ class Parser(nn.Module):
         return self.score(torch.cat([states[place], states[parse.front]]))
 
     def forward(self, words: list[str]) -> Tensor:
-        """The loss of the right actions, on a way that the model chooses half of the time."""
+        """Returns the loss of the right actions. The model chooses half of the actions taken."""
         states, parse, losses = self.encode(words), Parse(words), [torch.zeros(())]
         while not parse.is_final():
             action = parse.best()
@@ -135,7 +135,7 @@ def truth(words: list[str]) -> object:
 # Training
 # --------
 #
-# ``ab.map(model, minibatch)`` stands where ``[model(words) for words in minibatch]`` would.
+# ``ab.map(model, minibatch)`` replaces ``[model(words) for words in minibatch]``.
 
 model = Parser()
 optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
@@ -165,8 +165,8 @@ print(" ".join(sentences[300]), " is ", parses[0])
 # What was batched
 # ----------------
 #
-# All sentences take an action together. The number of calls goes with the longest sentence, not
-# with the number of sentences.
+# All sentences take an action together. The number of calls depends on the longest sentence, and
+# not on the number of sentences.
 
 draw_batches(scope.report())
 for flush in scope.report().flushes[:3]:

@@ -1,4 +1,4 @@
-"""What the tutorials share: two pictures, and the time of a step."""
+"""Code that the tutorials share: two pictures, and the time of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch_autobatch as ab
 
 
 def milliseconds(step: Callable[[], object], rounds: int = 5) -> float:
-    """The median time of a step, after one that warms up."""
+    """Returns the median time of a step, after a warm-up step."""
     step()
     times = []
     for _ in range(rounds):
@@ -22,7 +22,7 @@ def milliseconds(step: Callable[[], object], rounds: int = 5) -> float:
 
 
 def draw_batches(report: ab.Report) -> None:
-    """For each kind of op: how many were captured, and how many calls ran them."""
+    """Draws, for each kind of op, how many ops were captured and how many calls ran them."""
     counts: dict[str, tuple[int, int]] = {}
     for row in report.signatures:
         ops, launches = counts.get(row.op, (0, 0))
@@ -39,7 +39,7 @@ def draw_batches(report: ab.Report) -> None:
 
 
 def draw_times(eager: float, ours: float, what: str) -> None:
-    """Milliseconds of a loop in eager mode and of the same code batched."""
+    """Draws the milliseconds of a loop in eager mode and of the same code batched."""
     _, axes = plt.subplots(figsize=(7, 1.8), layout="constrained")
     bars = axes.barh(["batched", "eager"], [ours, eager], color=["#1f5fa8", "#b8c4d6"])
     axes.bar_label(bars, fmt="%.1f ms", padding=3)

@@ -2,9 +2,9 @@
 Serving
 =======
 
-A server for trees of any shape. Requests arrive at any time, from any thread, each with a tree of
-its own. :class:`torch_autobatch.Engine` runs the code for one tree, and batches across the requests
-that are under way: one that arrives later joins the batches of those that are there.
+A server for trees of any shape. Requests arrive at any time, from any thread, and each has a
+different tree. :class:`torch_autobatch.Engine` runs the code for one tree, and batches across all
+running requests. A request that arrives later joins the batches of earlier requests.
 """
 
 import random
@@ -44,7 +44,7 @@ print("a request:", next(request for request in requests if len(str(request)) < 
 # The code for one request
 # ------------------------
 #
-# It returns what the client gets, here the number of a class: ``int(...)`` is a read.
+# The code returns the client's result, here the number of a class. ``int(...)`` is a read.
 
 
 class Classifier(nn.Module):
@@ -71,7 +71,7 @@ with torch.inference_mode():
 # An engine
 # ---------
 #
-# ``submit`` gives a future. Four clients send fifty requests each.
+# ``submit`` returns a future. Four clients send fifty requests each.
 
 with ab.Engine(model) as engine:
     futures: list[Future[int]] = [Future()] * len(requests)
@@ -110,8 +110,8 @@ axes.set_xlabel("ops in a call, mean")
 # Latency
 # -------
 #
-# All requests arrive at once. One after the other, the last one waits for all others. In an engine
-# requests share calls, and short ones need not wait for long ones.
+# All requests arrive at the same time. If they run one after the other, the last request waits for
+# all others. In an engine, requests share calls, and short requests need not wait for long ones.
 
 
 def one_by_one() -> list[float]:

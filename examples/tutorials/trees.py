@@ -2,9 +2,9 @@
 Trees
 =====
 
-A model that evaluates Boolean expressions such as ``(a and not b) or c``. Each expression is a tree
-of its own shape, so there is no tensor that holds a minibatch of them. The model is written for one
-tree, as a recursive function.
+A model that evaluates Boolean expressions such as ``(a and not b) or c``. Expressions are trees of
+different shapes, so no tensor can hold a minibatch of them. The model is written for one tree, as a
+recursive function.
 """
 
 import random
@@ -55,8 +55,8 @@ print("nodes of a tree:", min(map(size, trees)), "to", max(map(size, trees)))
 # The model
 # ---------
 #
-# A truth value is a row of an embedding. An operator is a layer of its own, applied to the sum of
-# its operands' vectors: operators may have any number of operands.
+# A truth value is a row of an embedding. Each operator is a layer, which is applied to the sum of
+# its operands' vectors. So operators may have any number of operands.
 
 
 class Evaluator(nn.Module):
@@ -85,7 +85,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
 # A training step
 # ---------------
 #
-# The loop over examples stands in a block. ``enabled=False`` runs the same code in eager mode.
+# The loop over examples is inside a block. ``enabled=False`` runs the same code in eager mode.
 
 
 def step(minibatch: list[Tree], enabled: bool = True) -> tuple[float, ab.batch]:
@@ -114,8 +114,7 @@ print(f"held out: {right} of {len(held_out)} right")
 # What was batched
 # ----------------
 #
-# The layers of one operator run together wherever they stand in their trees: at any depth, in any
-# tree.
+# The layers of one operator run together, at any depth and in any tree.
 
 draw_batches(scope.report())
 
@@ -129,5 +128,5 @@ ours = milliseconds(lambda: step(minibatch))
 draw_times(eager, ours, "a training step of 64 trees")
 
 # %%
-# By hand the same takes a list of nodes for each level and operator, an index for each operand, a
-# gather and a scatter for each level, and the way back from levels to trees.
+# Hand-batched code needs a list of nodes for each level and operator, an index for each operand, a
+# gather and a scatter for each level, and a mapping from levels back to trees.

@@ -194,8 +194,8 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Submits a request and returns at once. The engine's thread will call `function()`, the code of
-  // the request. submit() can be called from any thread. The function may read tensor values and
+  // Submits a request and returns immediately. The engine's thread will call `function()`, the code
+  // of the request. submit() can be called from any thread. The function may read tensor values and
   // call any number of models. The function must not wait for anything else, such as a lock. Until
   // the function ends, no code may write to the tensors that the function uses. Tensors in the
   // function's result, including those in pairs, tuples, arrays, vectors and optionals, are

@@ -49,7 +49,7 @@ struct FlushReport {
   std::string caller;    // call stack of the user code, as text of the host (host_hooks.h)
 };
 
-// An op that ran at once instead of being captured.
+// An op that ran eagerly instead of being captured.
 struct AtOnceReport {
   std::string op;
   std::string reason;

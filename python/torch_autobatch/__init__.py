@@ -1,7 +1,7 @@
 """On-the-fly operation batching for PyTorch.
 
 Write the code for one example. Inside ``with batch():`` its ops are captured. When the block ends,
-the ops run as a few batched calls, with eager's values and gradients::
+the ops run as a few batched calls. Values and gradients match eager mode::
 
     import torch_autobatch as ab
 

@@ -1,5 +1,4 @@
-"""``python -m torch_autobatch``: runs a program and advises, checks the installation, or says where
-the C++ library is and what it was built with."""
+"""``python -m torch_autobatch``: runs a program, checks the installation, or prints build facts."""
 
 import argparse
 import sys
@@ -66,9 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
         "--save",
         help="save the report of the largest block: a .html (picture), .json, .dot or .txt file",
     )
-    runs.add_argument("-m", dest="module", action="store_true", help="run a module, as python -m")
-    runs.add_argument("program", help="a script, or with -m a module")
-    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
+    runs.add_argument("-m", dest="module", action="store_true", help="run a module, like python -m")
+    runs.add_argument("program", help="a script, or a module if -m is given")
+    runs.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments for the program")
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
         _check_run(runs, chosen)

@@ -75,7 +75,7 @@ def last_report() -> Report:
 
 
 def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:
-    """Warns about options of an inner block without effect: the outer block's options apply."""
+    """Warns about options of an inner block that have no effect."""
     standard = {"policy": "auto", "granularity": "auto", "defer_checks": None, "adaptive": None}
     without = [
         f"{name}={value!r}"

@@ -1,7 +1,7 @@
 """Decides whether the code around an instruction may catch an error that is raised there.
 
-A check may be deferred to the flush only where nothing catches its error
-(``_deferred_checks.py``). In doubt the answer is yes.
+A check may be deferred to the flush only if no code catches its error (``_deferred_checks.py``). If
+this is unknown, the answer is yes.
 """
 
 import ast
@@ -21,7 +21,8 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
 
     None means that the answer depends on the frame: see ``catches_in``. ``entered`` is the offset
     of the instruction that entered the block, or -1 if another function opened the block. Handlers
-    around the block don't count: they catch the error that is raised at the end of the block too.
+    around the block don't count, because they also catch an error that is raised at the end of the
+    block.
     """
     if code.co_name.startswith("<") and code.co_name != "<module>":
         return False  # lambdas and comprehensions have no handlers
@@ -39,13 +40,13 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
 
 
 def catches_in(frame: types.FrameType, entered: int) -> bool:
-    """Returns what ``catches`` returns, where the answer depends on entered context managers."""
+    """Like ``catches``, for answers that depend on the context managers of the frame."""
     guards = _guards(frame.f_code, frame.f_lasti, entered)
     return guards is None or not all(_lets_pass(guard, frame) for guard in guards)
 
 
 def _handler(code: types.CodeType, offset: int) -> int | None:
-    """Returns the offset of the handler of an error at an instruction; None if there is none.
+    """Returns the offset of the handler for an error at an instruction; None if there is none.
 
     Skips handlers that only raise the error again.
     """
@@ -60,7 +61,7 @@ _RESTORING = ("SWAP", "POP_TOP", "STORE_FAST", "STORE_DEREF", "STORE_NAME", "CAL
 
 @functools.lru_cache(maxsize=1024)
 def _only_reraises(code: types.CodeType, target: int) -> bool:
-    """Returns whether a handler does nothing but restore variables and raise the error again.
+    """Returns whether a handler only restores variables and raises the error again.
 
     From Python 3.12 on, the compiler makes such a handler for a comprehension within a function
     (PEP 709), and one around the body of a generator.
@@ -75,8 +76,8 @@ def _only_reraises(code: types.CodeType, target: int) -> bool:
 def exception_table(code: types.CodeType) -> list[tuple[int, int, int]]:
     """Returns CPython's exception table (Objects/exception_handling_notes.txt).
 
-    An entry is (start, end, handler), as offsets in bytes. Where handlers are nested, the entry of
-    an instruction is that of the innermost handler.
+    An entry is (start, end, handler), as offsets in bytes. If handlers are nested, an instruction
+    has the entry of the innermost handler.
     """
     numbers: list[int] = []
     value, more = 0, False
@@ -101,8 +102,8 @@ def _guards(code: types.CodeType, offset: int, entered: int) -> tuple[ast.expr, 
     position = None if instruction is None else position_at(instruction)
     if syntax is None or position is None:
         return None
-    # Positions of the instruction that entered the block and of the one before it. One of them is
-    # the position of the `with` item's expression.
+    # Positions of the instruction that entered the block and of the previous instruction. One of
+    # them is the position of the `with` item's expression.
     block = (
         [position_at(i) for i in instruction_at(code, entered) if i is not None]
         if entered >= 0
@@ -137,10 +138,10 @@ def _leaves(statements: list[ast.stmt]) -> bool:
 
 @functools.cache
 def _passing() -> frozenset[Any]:
-    """Returns the ``__exit__`` of context managers through which an error may be deferred.
+    """Returns the ``__exit__`` methods of context managers that let a deferred error pass.
 
-    These context managers let errors pass, and have no side effect that reveals to a program when
-    the error was raised.
+    These context managers catch no errors, and a program cannot observe from their side effects
+    when the error was raised.
     """
     from torch_autobatch._scope import batch
 

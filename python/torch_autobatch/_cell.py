@@ -54,10 +54,11 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
             Without ``function``, a decorator is returned.
         compile: compile each kind of call with PyTorch's Inductor, forward and backward, when the
             first batch of this kind runs. Values and gradients equal eager's up to rounding, as
-            without ``compile``. If a batch can't be compiled, a ``RuntimeWarning`` says why.
-        dynamic: replay calls on tensors of any sizes, not only of the same sizes. For each kind of
-            call, the function runs and is traced for the first two combinations of sizes. A
-            function that can't be replayed runs as it is, and ``report()`` says why.
+            without ``compile``. If a batch can't be compiled, a ``RuntimeWarning`` gives the
+            reason.
+        dynamic: replay calls on tensors of any sizes, and not only of the same sizes. For each kind
+            of call, the function runs and is traced for the first two combinations of sizes. A
+            function that can't be replayed runs as usual, and ``report()`` gives the reason.
 
     Returns:
         A callable that replaces ``function``. For a class or a module, the same object.
@@ -65,9 +66,9 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
     Raises:
         TypeError: if ``function`` is not callable; in a call, if an argument is not hashable.
         ValueError: if both ``compile`` and ``dynamic`` are true.
-        RuntimeError: in a call, if the function reads a tensor's value, on which its ops could
-            depend (not with ``dynamic``). A function that can't be captured as a whole for another
-            reason runs op by op, and ``report()`` says why.
+        RuntimeError: in a call, if the function reads a tensor's value, because its ops could
+            depend on this value (not with ``dynamic``). A function that can't be captured as a
+            whole for another reason runs op by op, and ``report()`` gives the reason.
     """
     if function is None:
         return functools.partial(cell, compile=compile, dynamic=dynamic)
@@ -114,7 +115,7 @@ def _call_of(cls: type, options: _Options) -> Any:
 def _as_cell(module: nn.Module, options: _Options) -> nn.Module:
     """Changes the module's class to a subclass with a cell as ``__call__``. Returns the module.
 
-    The module stays the same object: registering, saving and moving it work as before.
+    The module object stays the same, so registering, saving and moving it work as before.
     """
     cls = type(module)
 
@@ -146,9 +147,9 @@ def guards(
 ) -> list[tuple[dict[Any, Any], str | None, Any]] | None:
     """Returns the state that must be unchanged at a later call, as tuples (dict, name, value).
 
-    The state is that of the modules among the arguments and of the modules that the function
-    reaches by itself. If the name is None, the value is the number of items in the dict. Returns
-    None if there are hooks, since hooks must run in each call.
+    The state belongs to the modules among the arguments, and to the modules that the function
+    reaches without its arguments. If the name is None, the value is the number of items in the
+    dict. Returns None if there are hooks, because hooks must run in each call.
     """
     used = {id(weight) for weight in weights}
     if any(_GLOBAL_HOOKS):
@@ -213,7 +214,7 @@ def _next_behind(value: Any) -> Iterable[Any]:
 def _modules_behind(function: Any) -> list[nn.Module]:
     """Returns the modules that the function reaches through closures, globals and defaults.
 
-    These modules are no arguments of a call.
+    These modules are not arguments of a call.
     """
     found: list[nn.Module] = []
     seen: set[int] = set()

@@ -51,7 +51,7 @@ class Arguments:
 
 
 class TracedNumbers:
-    """Replaces ints among arguments by traced numbers, in the order of `Arguments.inputs`."""
+    """Replaces ints among arguments with traced numbers, in the order of `Arguments.inputs`."""
 
     def __init__(self, arguments: Arguments, trace: Trace) -> None:
         self._trace = trace

@@ -1,7 +1,7 @@
 """State of modules and functions, besides parameters, that a trace of a dynamic cell depends on.
 
 A trace contains the values of attributes (a temperature, a dropout rate) and of numbers among the
-globals, and it outlives the block. Therefore guards compare these values again before each replay,
+globals, and it outlives the block. Therefore guards check these values again before each replay,
 except values that the function itself changes.
 """
 
@@ -47,7 +47,7 @@ class Attributes:
         return found + [guard for guard in self._globals if guard[0].get(guard[1]) is guard[2]]
 
     def hold(self, tensors: Iterable[Tensor]) -> bool:
-        """Returns whether a tensor is also a buffer, an attribute, a global or in a closure."""
+        """Returns whether a tensor is also a buffer, attribute, global or closure variable."""
         values = [value for function in self._functions for value in _known_to(function)]
         for _, before in self._tables:
             values += [*before["_buffers"].values(), *before.values()]
@@ -62,7 +62,7 @@ class Attributes:
             table.update(before)
 
     def make_plain(self) -> None:
-        """Replaces traced numbers that the call has stored in attributes by ordinary numbers."""
+        """Converts traced numbers that the call has stored in attributes to ordinary numbers."""
         for table, _ in self._tables:
             for name, value in table.items():
                 if is_traced(value) or type(value) in (tuple, TracedShape):

@@ -1,7 +1,7 @@
 """Separates the calls of a dynamic cell's program that depend only on sizes (masks, positions).
 
-These calls run eagerly, once for each combination of sizes. Their results are cached, and used
-again by calls with the same sizes.
+These calls run eagerly, once for each combination of sizes. Their results are cached and reused by
+calls with the same sizes.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _numbers_of_inputs(program: Program) -> list[str]:
 
 
 def _is_pure(line: Line, program: Program) -> bool:
-    if line.name == "tensor":  # pure if its data are in the source, not in a list that may change
+    if line.name == "tensor":  # pure if its data is in the source, not in a list
         constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
         return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
     return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

@@ -1,4 +1,4 @@
-"""What decides, besides the arguments' values, what the calls of a dynamic cell return."""
+"""Finds what the results of a dynamic cell's calls depend on, besides the values of arguments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SizeOf = Callable[[Tensor, int], Any]  # returns the size, which may be a traced
 
 
 def ask_ones(size_of: SizeOf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Asks for the sizes that decide which dimensions `squeeze` drops.
+    """Reads the sizes that determine which dimensions `squeeze` drops.
 
     A comparison of a traced number is a condition of the program.
     """
@@ -24,7 +24,7 @@ def ask_ones(size_of: SizeOf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def ask_count(
     size_of: SizeOf, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], count: int
 ) -> bool:
-    """Asks for the size that decides how many results `unbind`, `chunk` and `split` have.
+    """Reads the size that determines how many results `unbind`, `chunk` and `split` have.
 
     Returns False for other calls.
     """
@@ -42,7 +42,7 @@ def ask_count(
 
 
 def context() -> tuple[Any, ...]:
-    """Returns the state that PyTorch's calls depend on besides their arguments."""
+    """Returns the state, besides the arguments, that PyTorch's calls depend on."""
     return (
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),

@@ -1,4 +1,4 @@
-"""Cells whose tensors differ in size from call to call (``ab.cell(function, dynamic=True)``)."""
+"""Cells that are called on tensors of different sizes (``ab.cell(function, dynamic=True)``)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class _Group:
         self.program = program
         self.guards = guards
         # Whether ops that read only data are captured too, such as ops on indices for captured ops.
-        # They are not captured if the program returns their results, which the caller may read.
+        # They are not captured if the program returns their results, because the caller may read
+        # these results.
         self.captures_data = not program.returns_data()
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
@@ -45,7 +46,7 @@ class _Group:
     def add(self, arguments: Arguments, file: str, line: int) -> None:
         """Adds a trace with these arguments. A size that never differed becomes a condition.
 
-        If no size differed, the program is for these sizes only.
+        If no size differed, the program is valid only for these sizes.
         """
         self.sizes.append(arguments.sizes())
         if len(self.sizes) < _TRACES:
@@ -64,11 +65,11 @@ class _Calls:
     """The calls of one kind."""
 
     def __init__(self, objects: list[Any]) -> None:
-        self.objects = objects  # kept alive, since their ids are in the key
+        self.objects = objects  # kept alive, because their ids are in the key
         self.groups: list[_Group] = []
         self.hashes = True  # whether sizes may be dict keys in traces
         self.has_refused_hashes = False
-        self.kept = 0  # number of traces that kept a size somewhere
+        self.kept = 0  # number of traces in which the call stored a size
         self.why: Reason | None = None  # why these calls are not replayed
 
     def run(self, inputs: tuple[Any, ...]) -> Any:
@@ -91,7 +92,7 @@ class _Calls:
         finally:
             _C.set_captures_data(before)
         if result is MISMATCH and drawn is not None:
-            restore(drawn)  # the function draws them again
+            restore(drawn)  # the function draws the same numbers again
         return result
 
     def group_of(self, program: Program) -> _Group | None:
@@ -173,7 +174,7 @@ class DynamicCell:
     def _learn(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the function, and traces it if the trace may give a program."""
+        """Runs the function, and traces it if a program may result."""
         if calls.why is not None:
             _C.note_plain_cell(self._name(), calls.why.text, calls.why.place)
         if calls.why is not None or calls.is_known(arguments.sizes()):
@@ -218,18 +219,18 @@ class DynamicCell:
     def _trace(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Traced:
-        """Runs the function. There is no program if the function keeps a size somewhere."""
+        """Runs the function. Returns no program if a size that it stores outlives the call."""
         numbers: list[weakref.ref[Any]] = []
         try:
             call = self._record(calls, arguments, args, kwargs, numbers)
         finally:
             is_kept = replace_kept(numbers)
         if is_kept:
-            calls.groups.clear()  # their programs do not know what was kept
+            calls.groups.clear()  # their programs do not contain the stored sizes
         if is_kept and call.program is not None:
             call.program = None
             calls.kept += 1
-            if calls.kept == _MOST_PROGRAMS:  # a later call may find what an earlier one kept
+            if calls.kept == _MOST_PROGRAMS:  # a later call may read the stored sizes
                 call.why = Reason(
                     "it stores a size in a dict or an object that outlives the call",
                     self._line(args),
@@ -274,7 +275,7 @@ class DynamicCell:
             if issubclass(failure, TypeError) and not calls.hashes and trace.has_hashed:
                 calls.hashes = True
                 return self._record(calls, arguments, args, kwargs, found_numbers)
-            # The code may need ordinary numbers (``json.dumps(n)``). Else it fails again.
+            # The code may need ordinary numbers (``json.dumps(n)``). Otherwise it fails again.
             result = self.__wrapped__(*args, **kwargs)
             text = f"it raises {failure.__name__} if a size is a traced number instead of an int"
             return _Traced(result, None, Reason(text, self._line(args)), attributes)
@@ -286,7 +287,7 @@ class DynamicCell:
             why = Reason("it changes an argument that contained no tensors", "")
         elif program is not None and attributes.hold(arguments.tensors()):
             why = Reason(
-                "an argument is a tensor that the function also accesses by another name", ""
+                "an argument is a tensor that the function also accesses under another name", ""
             )
         may_refuse = not calls.has_refused_hashes and not arguments.containers
         if trace.has_hashed and not trace.has_effects and may_refuse:
@@ -296,7 +297,7 @@ class DynamicCell:
     def _check(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the function, and raises an error if a replay would have done something else."""
+        """Runs the function, and raises an error if a replay would have behaved differently."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
         if not groups:
             return self._learn(calls, arguments, args, kwargs)

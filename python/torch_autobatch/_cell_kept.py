@@ -1,8 +1,8 @@
-"""Traced numbers that a call has kept: in a memo table, a cache, an object or a global.
+"""Traced numbers that a call has stored in a memo table, a cache, an object or a global.
 
 After the trace, such a number would be an ordinary number in Python, but PyTorch's C++ code would
-reject it. A program that repeats the call would not see what the table contains. So the kept
-numbers are replaced by ordinary numbers, and the trace gives no program.
+reject it. A program that repeats the call would not read the table. So the stored numbers are
+converted to ordinary numbers, and the trace produces no program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CACHE = type(functools.lru_cache(int))
 
 
 def replace_kept(numbers: Sequence[weakref.ref[Any]]) -> bool:
-    """Replaces the numbers that are still alive, wherever they are kept. Returns whether any is."""
+    """Converts the numbers that are still alive, in all owners. Returns whether there are any."""
     if all(number() is None for number in numbers):
         return False
     gc.collect()  # numbers in reference cycles are not kept
@@ -53,7 +53,7 @@ def _replace_in_owners(kept: list[Any]) -> None:
 
 
 def _is_part(owner: Any) -> bool:
-    """Whether the owner is replaced as a whole, in its own owners."""
+    """Whether the owner is replaced as a whole in the objects that refer to it."""
     return isinstance(owner, tuple) or type(owner).__name__ == "_lru_list_elem"
 
 
@@ -94,7 +94,7 @@ def _replace_in_table(table: dict[Any, Any]) -> None:
 
 
 def _replace_in_object(owner: Any) -> None:
-    """Replaces attributes, also those that the interpreter keeps without a dict."""
+    """Replaces attributes, including attributes that the interpreter stores without a dict."""
     names = [name for kind in type(owner).__mro__ for name in vars(kind).get("__slots__", ())]
     for name in (*getattr(owner, "__dict__", ()), *names):
         value = getattr(owner, name, None)

@@ -1,8 +1,9 @@
-"""Arguments of a dynamic cell that are objects with tensors in them: a key-value cache, a graph.
+"""Arguments of a dynamic cell that are objects with tensors, such as a key-value cache or a graph.
 
 Such an object is flattened like lists and dicts: its tensors and ints are inputs of the program.
-The object and the lists and dicts in it are inputs too, since a call may store other tensors there
-(``self.keys = torch.cat([self.keys, new])``). The last step of the program repeats these stores.
+The object and the lists and dicts in it are inputs too, because a call may store other tensors
+there (``self.keys = torch.cat([self.keys, new])``). The last step of the program repeats these
+stores.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def is_object(value: Any) -> bool:
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """Returns attributes of an object, or items of a list, tuple or dict; else an empty dict.
+    """Returns the attributes of an object or the items of a container, else an empty dict.
 
     The result may be the object's own dict, so it must not be changed.
     """
@@ -114,7 +115,7 @@ def put(container: Any, name: Any, value: Any) -> None:
 
 
 def plain_item(value: Any) -> Any:
-    """Returns ``value`` with traced numbers replaced by ordinary ones, also in nested tuples.
+    """Converts traced numbers in ``value`` to ordinary numbers, also in nested tuples.
 
     Returns the same object if nothing in it is traced. Lists and dicts are not searched.
     """
@@ -131,14 +132,14 @@ def plain_item(value: Any) -> Any:
 
 
 def make_closure_plain(function: Any) -> None:
-    """Replaces traced numbers in the variables that a function has from an enclosing function."""
+    """Converts traced numbers in the variables that a function takes from an enclosing function."""
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # the variable has no value yet
             cell.cell_contents = plain_item(cell.cell_contents)
 
 
 def make_plain(*values: Any) -> None:
-    """Replaces traced numbers in ``values`` and their contents by ordinary numbers, in place."""
+    """Converts traced numbers in ``values`` and their contents to ordinary numbers, in place."""
     for container in values_in(*values):
         if isinstance(container, tuple):
             continue
@@ -243,7 +244,7 @@ def make(kind: type, attributes: dict[str, Any]) -> Any:
 
 
 def make_dict(kind: Any, attributes: dict[str, Any], keys: Sequence[str]) -> Any:
-    """Makes a dict with attributes. The attributes in ``keys`` are items as well.
+    """Makes a dict with attributes. The attributes in ``keys`` are items too.
 
     Does not call methods of ``kind`` that check items.
     """

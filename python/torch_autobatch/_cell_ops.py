@@ -32,11 +32,12 @@ _ARITHMETIC_IN_PLACE = re.compile("(add|sub|mul|div)_|__i(add|sub|mul|truediv)__
 _MASKS = (torch.bool, torch.uint8)
 _MATMUL = ("__matmul__", "__rmatmul__")
 _RANDOM = re.compile("(?!un).*(dropout|rand|bernoulli|normal_|multinomial|poisson).*")
-# Out of place, these ops return row-major results. In place, the argument keeps its strides.
+# The out-of-place forms of these ops return row-major results. The in-place forms keep the strides
+# of the argument.
 ROW_MAJOR = frozenset(
     ("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "masked_fill_")
 )
-# Ops that draw random numbers or keep statistics. Not all schemas say so.
+# Ops that draw random numbers or keep statistics. Not all schemas declare this.
 _IMPURE = re.compile(
     ".*(dropout|rand|bernoulli|normal_|multinomial|poisson|batch_norm|instance_norm).*"
 )
@@ -78,7 +79,7 @@ def _aten(name: str) -> tuple[OpOverload, ...]:
 
 
 def _overloads(name: str) -> list[OpOverload]:
-    """Returns the overloads of an op that write to no argument.
+    """Returns the overloads of an op that do not write to an argument.
 
     Leaves out the overloads for named tensors that PyTorch 2.11 has (``sum.dim_DimnameList``),
     because these overloads call the other ones.
@@ -95,7 +96,7 @@ def _takes_tensor(op: OpOverload) -> bool:
 
 
 def makes_memory(name: str, args: Sequence[Any]) -> bool:
-    """Returns whether the results have memory of their own: they alias no argument."""
+    """Returns whether the results alias no argument."""
     if name == "__getitem__" and len(args) == 2:
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(map(_takes_elements, indices))
@@ -127,7 +128,7 @@ def _calls_others(op: OpOverload) -> bool:
     overload = op._schema.overload_name
     name = f"{op._schema.name}.{overload}" if overload else op._schema.name
     key = "CompositeImplicitAutograd"
-    if not torch._C._dispatch_has_kernel(name):  # an op of TorchScript only
+    if not torch._C._dispatch_has_kernel(name):  # an op that only TorchScript has
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
@@ -143,7 +144,7 @@ def is_pointwise(name: str) -> bool:
 
 @functools.cache
 def is_pure(name: str) -> bool:
-    """Returns whether calls with equal arguments return equal results and have no other effect."""
+    """Returns whether calls with equal arguments return equal results and have no side effects."""
     if _OPERATORS.fullmatch(name) or name == "__getitem__":
         return True
     if name.startswith("__get__"):
@@ -169,7 +170,7 @@ def draws(name: str) -> bool:
 
 
 def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an in-place op gives the same dtype and strides as out of place."""
+    """Returns whether an in-place op gives the same dtype and strides as its out-of-place form."""
     if name in ROW_MAJOR:
         return bool(args[0].is_contiguous())
     if _ARITHMETIC_IN_PLACE.fullmatch(name) is None or kwargs.get("out") is not None:
@@ -200,7 +201,7 @@ def selects_by_values(name: str, args: Sequence[Any]) -> bool:
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether the call returns its argument whatever the sizes: dropout that is off."""
+    """Returns whether the call returns its argument for all sizes, such as disabled dropout."""
     if "dropout" not in name or not args:
         return False
     p = args[1] if len(args) > 1 else kwargs.get("p")

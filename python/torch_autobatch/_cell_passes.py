@@ -13,7 +13,7 @@ from torch_autobatch._cell_program import VARIABLE, Line, renamed
 Lines = Sequence[Line]
 
 # In-place ops whose out-of-place form returns the dtype and the sizes of the tensor written to.
-# The first set: only if the other arguments are numbers.
+# For the first set, this is true only if the other arguments are numbers.
 _FUNCTIONAL_OF_NUMBERS = frozenset(("pow_", "clamp_", "clamp_min_", "clamp_max_"))
 _FUNCTIONAL = frozenset(
     (
@@ -49,7 +49,7 @@ def optimized(
 
 
 class _Aliases:
-    """Groups of variables that may share memory, because one was made from the other."""
+    """Groups of variables that may share memory, because one was computed from the other."""
 
     def __init__(self, lines: Lines) -> None:
         self._group: dict[str, str] = {}
@@ -72,9 +72,9 @@ class _Aliases:
 def without_writes(
     lines: Lines, own: set[str], constant: Callable[[Any], str]
 ) -> tuple[list[Line], dict[str, str]]:
-    """Replaces in-place ops by out-of-place ops where the call owns the memory and has no alias.
+    """Replaces in-place ops with out-of-place ops if the call owns the memory and has no alias.
 
-    Returns the lines, and for each variable written to, the variable that replaces it.
+    Returns the lines and, for each variable that is written to, the variable that replaces it.
     """
     names: dict[str, str] = {}
     found: list[Line] = []
@@ -110,7 +110,7 @@ def _has_counterpart(line: Line) -> bool:
 
 
 def _is_alone(line: Line, before: Lines) -> bool:
-    """Returns whether the lines before make no alias of the variable that `line` writes to."""
+    """Returns whether earlier lines make no alias of the variable that `line` writes to."""
     to = line.writes
     aliases = _Aliases(before).of(to, {other.target for other in before if other.is_call})
     return aliases <= {to} and VARIABLE.findall(line.source).count(to) == 1

@@ -19,7 +19,7 @@ _COMPARED = (float, complex, bytes, torch.device)  # types of constants that are
 
 
 class UntraceableError(Exception):
-    """The function does something that a program can't repeat. The message says what."""
+    """The function does something that a program can't repeat. The message describes it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Line:
     name: str = ""  # of the called function
     writes: str = ""  # the variable that the call writes to
     keeps_type: bool = False  # the op gives the same dtype and strides out of place
-    fresh: bool = False  # a call whose result has memory of its own
+    fresh: bool = False  # a call whose result has new memory
     selects: bool = False  # a call for which values decide the elements that it takes or writes
     reads: bool = False  # a condition on values, which must not be moved
     place: str = dataclasses.field(default="", compare=False)  # of a condition: the source line
@@ -68,7 +68,7 @@ class Line:
         return set(VARIABLE.findall(self.source, start))
 
     def renamed(self, names: dict[str, str]) -> Line:
-        """Returns the line with variables replaced as `names` says."""
+        """Returns the line with the variables in `names` replaced."""
         writes = names.get(self.writes, self.writes)
         return dataclasses.replace(self, source=renamed(self.source, names), writes=writes)
 
@@ -78,7 +78,7 @@ def renamed(source: str, names: dict[str, str]) -> str:
 
 
 def quoted(key: Any) -> str:
-    """Returns source for a key or name.
+    """Returns the source of a key or name.
 
     Raises:
         UntraceableError: if the key contains a name of a variable.
@@ -157,7 +157,7 @@ class Program:
         return [value for value in self.constants.values() if isinstance(value, Tensor)]
 
     def returns_data(self) -> bool:
-        """Returns whether some result depends on inputs only, and on no trained parameter."""
+        """Returns whether some result depends only on inputs, and not on a trained parameter."""
         known = {name for name, value in self.constants.items() if not _is_trained(value)}
         known |= set(self.inputs) - set(self.containers)
         for line in self.lines:
@@ -171,7 +171,7 @@ class Program:
 
 
 def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:
-    """Returns source for a tuple, list or dict. `source_of_item`: returns the source of an item."""
+    """Returns the source of a container. `source_of_item`: returns the source of an item."""
     if isinstance(value, dict):
         items = (f"{quoted(key)}: {source_of_item(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"

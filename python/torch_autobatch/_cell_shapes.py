@@ -1,8 +1,8 @@
-"""Determines where the sizes of results come from, in the trace of a dynamic cell.
+"""Finds the origins of the sizes of results in the trace of a dynamic cell.
 
 If the size of a result is known to be the size of an argument, the program uses the argument's
 size. Conditions on this size are then checked before the first op, and calls with the same sizes
-are recognised as equal. Otherwise the program reads the size from the result.
+are found to be equal. Otherwise the program reads the size from the result.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Size:
     value: int
 
 
-# By dimension: a traced number, a `Size`, an int that is the same at each call, or None if unknown.
+# By dimension: a traced number, a `Size`, an int that is the same in each call, or None if unknown.
 Sizes = Sequence[Any]
 Given = dict[str, Any]
 
 
 class Origins:
-    """Where sizes come from. `name_of`: returns the variable of a tensor."""
+    """The origins of sizes. `name_of`: returns the variable of a tensor."""
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of = name_of
@@ -144,7 +144,7 @@ class Origins:
         if len(args) < 3:
             return ()
         others = [self._of(tensor) for tensor in args[1:3]]
-        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # leading dims that must agree
+        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # leading dimensions
         same = all([*map(_key, o[:batch])] == [*map(_key, first[:batch])] for o in others)
         return [*first[:-1], others[1][-1]] if same and batch >= 0 else ()
 

@@ -72,8 +72,9 @@ class _Traced:
     """A number in a traced call. `name` is its variable in the program.
 
     Arithmetic gives another traced number. A use that needs the value (a comparison, ``range``, a
-    dict key) adds a condition: the program is valid only for sizes that meet it. ``isinstance``
-    takes a traced number for an int or float. The number is neither, so C code calls its methods.
+    dict key) adds a condition: the program is valid only for sizes that satisfy the condition.
+    ``isinstance`` treats a traced number as an int or float. C code treats it as neither, so C code
+    calls its methods.
     """
 
     def __init__(self, value: float, recorder: Recorder, name: str) -> None:
@@ -86,7 +87,7 @@ class _Traced:
         return type(self.value)
 
     def _is_fixed(self) -> Any:
-        """Returns the value, for a use that is not traced: the program requires this value."""
+        """Returns the value for a use that is not traced. The program then requires this value."""
         if self.recorder.is_recording():
             self.recorder.add_guard(f"{self.name} == {self.value!r}")
         return self.value
@@ -115,7 +116,7 @@ class _Traced:
         return (other // self, other % self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        import numpy as np  # numpy is installed, since it calls this method
+        import numpy as np  # numpy is installed, because it calls this method
 
         return np.asarray(self._is_fixed(), *args, **kwargs)
 
@@ -259,7 +260,7 @@ for _name, _symbol in _COMPARISONS.items():
 
 
 class TracedShape(tuple[Any, ...]):
-    """A shape of traced numbers. ``isinstance`` takes it for a ``torch.Size``."""
+    """A shape of traced numbers. ``isinstance`` treats it as a ``torch.Size``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -286,7 +287,7 @@ class TracedShape(tuple[Any, ...]):
 
 
 def plain(value: Any) -> Any:
-    """Returns the value with ordinary numbers for traced ones, for calls of PyTorch."""
+    """Returns the value with traced numbers converted to ordinary numbers, for calls of PyTorch."""
     kind = type(value)
     if is_traced(value):
         return value.value

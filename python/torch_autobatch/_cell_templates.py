@@ -1,4 +1,4 @@
-"""Templates replace the calls of a dynamic cell's program for tensor sizes that were met before.
+"""Templates replace the calls of a dynamic cell's program for tensor sizes that occurred before.
 
 The nodes that the calls add to the graph depend on the kinds of the tensors and on the numbers
 among the arguments. From the third call with such arguments on, C++ adds the nodes (``_C.Cell``).
@@ -24,7 +24,7 @@ from torch_autobatch._cell_program import (
     source_of_function,
 )
 
-_FEWEST = 4  # a program with fewer calls is not worth a look-up
+_FEWEST = 4  # for a program with fewer calls, a look-up costs too much
 _NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # not determined by a tensor's kind
 
 
@@ -73,7 +73,7 @@ def with_templates(
 
 
 class _WeightViews:
-    """Views of parameters. They run eagerly where autograd is off, so they are made only once."""
+    """Views of parameters. They run eagerly if autograd is off, so they are made only once."""
 
     def __init__(self, program: Program, lines: Sequence[Line], file: str, line: int) -> None:
         self.made: dict[str, Tensor] = {}

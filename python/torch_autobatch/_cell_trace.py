@@ -73,14 +73,15 @@ _OF_KINDS = re.compile(
     "dim|ndim|ndimension|dtype|device|requires_grad|names|get_device|element_size|itemsize|"
     "type|result_type|can_cast|promote_types|is_(floating_point|complex|signed|cuda|cpu|meta|mps|xpu)"
 )
-# Calls that return a number which depends on sizes.
+# Calls that return a number that depends on sizes.
 _INTS = frozenset(("numel", "nelement", "__len__"))
 _CHECKED = re.compile(
     "is_(contiguous|same_size|leaf|sparse|sparse_csr|quantized|nested|mkldnn|inference|conj|neg)|layout"
 )
-# Calls whose results depend on values. The program reads these values as the function does.
+# Calls whose results depend on values. The program reads these values in the same way as the
+# function.
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
-# Calls that return values which the function may use in any way. (`item` gives a traced number.)
+# Calls that return values that the function may use in any way. (`item` gives a traced number.)
 _NUMBERS = frozenset(("__int__", "__float__", "__index__", "tolist"))
 _READS = _VERDICTS | _NUMBERS | {"item"}
 
@@ -96,9 +97,9 @@ def _place() -> str:
 class Trace(TorchFunctionMode):
     """Records one call. `inputs`: its tensors and ints, and containers of these.
 
-    `hashes`: whether sizes may be keys of a cache. The program is then valid for these sizes only.
-    Else hashing a size raises TypeError, as for ``torch.SymInt``: einops then uses no cache.
-    `numbers`: the list to which the trace adds its numbers.
+    `hashes`: whether sizes may be keys of a cache. The program is then valid only for these sizes.
+    If false, hashing a size raises TypeError, as for ``torch.SymInt``, and einops then uses no
+    cache. `numbers`: the list to which the trace adds its numbers.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class Trace(TorchFunctionMode):
         self.make_plain()
 
     def refuse(self, why: str) -> None:
-        """Ends the trace: there is no program."""
+        """Ends the trace without a program."""
         self.why = self.why or Reason(why, _place())
         self.make_plain()
 
@@ -186,7 +187,7 @@ class Trace(TorchFunctionMode):
         if name in _READS and not all(map(_C.is_known, tensors_among(args))):
             self.refuse(
                 reads_values(name)
-            )  # the read may switch to fibers that use the same objects
+            )  # the read may switch to other fibers, which use the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
         if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
             func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # `select` is faster
@@ -244,8 +245,8 @@ class Trace(TorchFunctionMode):
         if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
             raise UntraceableError("it requests a memory format that is not contiguous_format")
         if self.has_effects and self._owns_all(args[:1]):
-            # After effects, a condition could not be met by running the function instead. Without
-            # writes, it makes no difference whether the result is a copy.
+            # After side effects, the function could not run instead of the program if the condition
+            # failed. Without writes, it does not matter whether the result is a copy.
             self._may_be_copies = True
             return
         is_dense = args[0].is_contiguous()
@@ -327,7 +328,7 @@ class Trace(TorchFunctionMode):
         return f"{kind}{self._counts[kind]}"
 
     def _bind(self, value: Tensor, name: str, is_own: bool) -> None:
-        if id(value) in self._names:  # returned by an in-place op, or by an op without effect
+        if id(value) in self._names:  # returned by an in-place op, or by an op that does nothing
             return
         self._names[id(value)] = name
         self._held.append(value)
@@ -401,7 +402,7 @@ class Trace(TorchFunctionMode):
         self._recording = False
 
     def finish(self, result: Any) -> Program | None:
-        """Returns the program, or None: `why` then says why there is none."""
+        """Returns the program, or None. `why` then gives the reason."""
         self.stop()
         try:
             return None if self.why else self._program(self._returned(result))

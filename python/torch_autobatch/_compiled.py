@@ -41,7 +41,7 @@ def compile_body(body: _C.Body, operands: Sequence[Tensor]) -> Code | None:
         try:
             pairs = zip(operands, body.operands, strict=True)
             _known[key] = Code(body, [t if o.is_weight else t[:_SAMPLE] for t, o in pairs])
-        except Exception as error:  # whatever Inductor, its compiler or a rule raises
+        except Exception as error:  # any error of Inductor, its compiler or a rule
             _known[key] = None
             _warn(f"the cell with the ops {body.names()}", error)
     return _known[key]
@@ -54,7 +54,7 @@ def _warn(what: str, error: Exception) -> None:
 
 
 def _key(body: _C.Body) -> tuple[Any, ...]:
-    """Returns a key that is equal for bodies of the same ops, whatever their weights."""
+    """Returns a key that is equal for bodies of the same ops, even if their weights differ."""
 
     def value(v: _C.BodyValue) -> tuple[Any, ...]:
         sizes, strides = tuple(v.sizes), tuple(v.strides)
@@ -123,7 +123,7 @@ class Code:
     def forward(self, operands: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor], list[bool]]:
         """Returns the results, and the tensors that backward needs.
 
-        The last list says for each of these tensors whether it has a row for each member.
+        The last list contains, for each of these tensors, whether it has a row for each member.
         """
         with torch.no_grad():
             out = self._forward(*operands)
@@ -214,7 +214,7 @@ def _compile(module: Any, fakes: Sequence[Tensor]) -> Callable[..., Any]:
 def _masks(body: _C.Body) -> list[int]:
     """Returns the sets of results from which gradients can come, as bit sets.
 
-    A set includes the results that its gradients reach on their way (``Body.closure``).
+    A set includes the results that its gradients pass through (``Body.closure``).
     """
     masks = {0}
     for k, result in enumerate(body.results):
@@ -256,7 +256,7 @@ def _check(body: _C.Body, code: Code, sample: Sequence[Tensor]) -> None:
         ]
         for slot, grads in zip(wanted, zip(*each, strict=True), strict=True):
             if any(g is None for g in grads) != (slot not in found):
-                raise RuntimeError("another set of operands has gradients than in eager mode")
+                raise RuntimeError("the set of operands with gradients differs from eager mode")
             if slot in found:
                 whole = torch.stack(grads)
                 whole = whole.sum(0) if body.operands[slot].is_weight else whole
@@ -268,7 +268,7 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def _some_numbers(like: Tensor) -> Tensor:
-    """Returns deterministic numbers, which leave the random generators unchanged."""
+    """Returns deterministic numbers, without using the random generators."""
     line = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (line * 1.7 + 0.3).cos().to(like.dtype).reshape(like.shape)
 

@@ -61,7 +61,7 @@ class Fakes:
         return not isinstance(size, int) and size.node.expr == self.n.node.expr
 
     def rows(self, value: Tensor) -> bool | None:
-        """Whether ``value`` has a row for each member; None: it depends on n in another way."""
+        """Whether ``value`` has a row for each member; None: it depends on n in a different way."""
         open_dims = [d for d, size in enumerate(value.shape) if not isinstance(size, int)]
         if not open_dims:
             return False
@@ -74,7 +74,7 @@ class Fakes:
 
 
 class Gradient(NamedTuple):
-    """How an operand's gradient, or a term of it, is made of backward's outputs."""
+    """How an operand's gradient, or a term of it, is computed from backward's outputs."""
 
     kind: int
     slot: int
@@ -96,7 +96,7 @@ class Joint:
             self.module = make_fx(self._run)(*given)
         if fakes.n.node.maybe_as_int() is not None:
             raise UnsupportedError(
-                "the batching rule of an op works for one number of members only"
+                "the batching rule of an op works for only one number of members"
             )
         self.module.graph.eliminate_dead_code()
         nodes = list(self.module.graph.nodes)
@@ -169,8 +169,8 @@ class Joint:
     def saved(self) -> list[fx.Node]:
         """Returns the nodes of forward that backward needs: operands, and results of ops.
 
-        Backward computes views again, and values that depend on n in another way than by a row for
-        each member.
+        Backward recomputes views, and values that depend on n but do not have a row for each
+        member.
         """
         found: dict[fx.Node, None] = {}
         for node in self.others:
@@ -245,7 +245,7 @@ def _stripped(node: fx.Node, names: Iterable[str]) -> fx.Node:
 def tanh(x: Any) -> Any:
     """Computes tanh in float32, to two units in the last place.
 
-    PyTorch's vectorized tanh takes far longer. The polynomial is from Moshier's Cephes library.
+    PyTorch's vectorized tanh is much slower. The polynomial is from Moshier's Cephes library.
     """
     z = x * x
     p = (2.06390887954e-2 - 5.70498872745e-3 * z) * z - 5.37397155531e-2

@@ -29,7 +29,7 @@ _PRODUCTS: dict[str, tuple[int, int, int, bool]] = {
 
 @dataclass
 class Use:
-    """A use of a weight. Its gradient is made of the output's gradient and another tensor."""
+    """A use of a weight. Its gradient is computed from the output's gradient and another tensor."""
 
     kind: int
     slot: int
@@ -103,7 +103,7 @@ class Run:
                 self.stacked.add(result)
 
     def _batched(self, step: _C.BodyStep) -> Sequence[Tensor]:
-        """Runs an op by functorch's batching rule."""
+        """Runs an op with functorch's batching rule."""
         given = [o for o in step.operands if o >= 0]
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -175,7 +175,7 @@ class Run:
     def _product(self, step: _C.BodyStep) -> list[Tensor] | None:
         """Multiplies all members' rows by a weight, in one product.
 
-        The bias is added by an op of its own, so that it can be fused with the ops that follow.
+        A separate op adds the bias, so that it can be fused with the ops that follow.
         """
         if step.op not in _PRODUCTS:
             return None

@@ -1,4 +1,4 @@
-"""Converts the views of a tape (sizes, strides, offset) to ops that allow any layout."""
+"""Converts the views of a tape (sizes, strides, offset) to ops that accept any layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class UnsupportedError(Exception):
-    """A body can't be compiled. The message says why."""
+    """A body can't be compiled. The message gives the reason."""
 
 
 def row_major(sizes: Sequence[int]) -> list[int]:
@@ -113,7 +113,8 @@ def view(
         The view, [*members, *to]. It may be a copy.
 
     Raises:
-        UnsupportedError: if it is no slice, permutation, expansion or reshape, or has no elements.
+        UnsupportedError: if it is not a slice, permutation, expansion or reshape, or has no
+            elements.
     """
     sizes = list(x.shape[lead:])
     if math.prod(to) == 0:

@@ -1,11 +1,11 @@
 """Decides which checks may be deferred to the flush, such as ``if not valid.all(): raise ...``.
 
-A check reads the truth of a tensor, and one of the two truths leads to nothing but an error.
-``batch()`` continues with the other truth, and the flush that computes the tensor performs the
-check. The decision is made from the source: the statement must be an ``if`` or an ``assert`` whose
-failing branch ends with ``raise`` on every path, and nothing between the statement and the block
-may catch the error. In doubt the answer is no, and the value is read at once. Results are cached by
-code object and instruction (``csrc/python/deferred_checks.cpp``).
+A check reads the truth value of a tensor, and one of the two truth values only raises an error.
+``batch()`` continues with the other truth value, and the flush that computes the tensor performs
+the check. The decision depends on the source: the statement must be an ``if`` or an ``assert``
+whose failing branch ends with ``raise`` on every path, and no code between the statement and the
+block may catch the error. If this is not certain, the value is read immediately. Results are cached
+by code object and instruction (``csrc/python/deferred_checks.cpp``).
 """
 
 import __future__
@@ -27,7 +27,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Check:
-    """A statement that reads a truth, and raises an error if it is not the expected truth."""
+    """A statement that raises an error if a truth value is not the expected one."""
 
     def __init__(
         self, code: types.CodeType, expected: bool, failing: list[ast.stmt], names: list[str]
@@ -41,9 +41,9 @@ class Check:
     def failure(
         self, variables: dict[str, Any], module: dict[str, Any], asked: str
     ) -> BaseException:
-        """Runs the failing branch with the variables as they were, and returns the error it raises.
+        """Runs the failing branch with the former variables, and returns the error that it raises.
 
-        ``asked``: the line of the user's code that read the truth.
+        ``asked``: the line of the user's code that read the truth value.
         """
         run = types.FunctionType(self._compile(list(variables)), module)
         try:
@@ -70,10 +70,10 @@ class Check:
 def check_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> Check | None:
-    """Returns the check that reads a truth at an instruction; None if it can't be deferred.
+    """Returns the check that reads a truth value at an instruction; None if it can't be deferred.
 
-    ``method`` is the method of the tensor that reads the truth. ``return`` means that the
-    instruction is the call of a function that returns the truth.
+    ``method`` is the method of the tensor that reads the truth value. ``return`` means that the
+    instruction is the call of a function that returns the truth value.
     """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else syntax_of(code)
@@ -93,9 +93,9 @@ def check_at(
 def returned_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> tuple[bool | None, bool | None]:
-    """Returns the tensor's truths for which the function returns False and True, in this order.
+    """Returns the tensor's truth values for which the function returns False and True.
 
-    A truth is None where the tensor alone does not decide the result.
+    A truth value is None if the tensor alone does not determine the result.
     """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else syntax_of(code)
@@ -112,7 +112,7 @@ def returned_at(
 def _deciding_truth(
     operands: Iterator[tuple[ast.expr, bool]], end: Any, method: str, module: dict[str, Any]
 ) -> bool | None:
-    """Returns the deciding truth of the operand that ends at ``end``; None if there is none."""
+    """Returns the deciding truth value of the operand that ends at ``end``, or None."""
     return next((t for n, t in operands if _end(n) == end and _asks(n, method, module)), None)
 
 
@@ -140,7 +140,7 @@ _PLAIN = (ast.Call, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.Unary
 
 
 def _end_of_tested(code: types.CodeType, offset: int, method: str) -> tuple[int, int] | None:
-    """Returns the end (line, column) of the expression whose truth or number an instruction reads.
+    """Returns the end (line, column) of the expression whose value an instruction reads.
 
     The last instruction of an expression has the end position of the expression. The start may
     differ: in a chain of methods over several lines, it is the start of the last method.
@@ -163,10 +163,11 @@ def _end(node: ast.expr) -> tuple[int | None, int | None]:
 
 
 def _asks(node: ast.expr, method: str, module: dict[str, Any]) -> bool:
-    """Returns whether an operand's value is the tensor's truth and nothing else."""
+    """Returns whether an operand's value is exactly the tensor's truth value."""
     if isinstance(node, ast.Compare):
-        # From Python 3.13 on, the instruction of a comparison may read the truth of its result. A
-        # comparison of lists reads the truth of elements; a comparison with a number does not.
+        # From Python 3.13 on, the instruction of a comparison may read the truth value of its
+        # result. A comparison of lists reads the truth values of elements; a comparison with a
+        # number does not.
         return len(node.ops) == 1 and (
             sys.version_info < (3, 13) or _is_number(node.left) or _is_number(node.comparators[0])
         )
@@ -194,7 +195,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _failing_truth(statement: ast.If | ast.Assert) -> tuple[ast.expr, bool | None]:
-    """Returns the test, and the truth that leads to an error; None: neither truth, or both."""
+    """Returns the test, and the truth value that raises an error; None: neither value, or both."""
     if isinstance(statement, ast.Assert):
         return statement.test, False
     raises, others = _only_raises(statement.body), _only_raises(statement.orelse)
@@ -209,9 +210,9 @@ def _failing_branch(statement: ast.If | ast.Assert) -> list[ast.stmt]:
 
 
 def _operands(node: ast.expr, fails: bool | None) -> Iterator[tuple[ast.expr, bool]]:
-    """Yields the operands of a test that can decide it alone, each with its deciding truth.
+    """Yields the operands that can decide a test alone, each with its deciding truth value.
 
-    If such an operand is evaluated and has this truth, the test has the truth ``fails``.
+    If such an operand is evaluated and has this truth value, the test has the value ``fails``.
     """
     if fails is None:
         return
@@ -241,7 +242,7 @@ _LEAVING = (
 
 
 def _only_raises(branch: list[ast.stmt]) -> bool:
-    """Returns whether a branch raises an error on every path, and has simple statements only."""
+    """Returns whether a branch raises an error on every path, and has only simple statements."""
     if not branch or not all(isinstance(s, (*_STATEMENTS, ast.Raise)) for s in branch):
         return False
     for statement in branch:

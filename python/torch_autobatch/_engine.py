@@ -46,23 +46,23 @@ class Settings(TypedDict, total=False):
 
 
 class Engine(Generic[_R]):
-    """Serves calls of a function that is written for one request, and batches across them.
+    """Serves calls of a function that is written for one request, and batches ops across calls.
 
-    One thread runs all requests, each in a fiber, as ``map`` runs instances. Captured ops run in
-    slices of about a millisecond. Between two slices, new requests start, requests whose values
-    have been computed continue, and finished requests leave. So a request joins the batches of
-    other requests at any op, independently of their progress, and does not wait for them to end.
+    One thread runs all requests, each in a fiber, like the instances of ``map``. Captured ops run
+    in slices of about a millisecond. Between two slices, new requests start, requests whose values
+    have been computed continue, and finished requests deliver their results. So a request joins the
+    batches of other requests at any op, and does not wait for them to end.
 
     Args:
         fn: the code for one request. Its arguments are the arguments of ``submit``. It may read
             values (``item()``, ``if x > 0``) and call any number of models. It must not wait for
             anything else. A generator function yields parts of the result: see ``stream``.
-        max_live: maximum sum of the costs of running requests (their number without ``cost``). Each
-            has a stack of its own. One request may always run, whatever its cost.
+        max_live: maximum sum of the costs of running requests (without ``cost``, their number).
+            Each request has a separate stack. A single request may always run.
         max_queue: maximum sum of the costs of waiting requests. Further requests are refused.
         max_delay: seconds that a request waits for other requests if none is running. 0 is usually
-            right, since the running requests form batches.
-        cost: computes the cost of a request from its arguments (tokens, nodes). None: 1 each.
+            right, because running requests form batches.
+        cost: computes the cost of a request from its arguments (tokens, nodes). None: 1.
         grad: whether gradients are recorded. False: requests run under ``inference_mode``.
         granularity: as for ``batch``.
         slice_time: intended duration of a slice, in seconds. A single batch may take longer.
@@ -70,7 +70,7 @@ class Engine(Generic[_R]):
             and its current line. None: never.
         name: name of the thread in logs and metrics. None: the name of ``fn``.
 
-    Modules that ``fn`` uses should be in eval mode. The engine warns of modules in training mode,
+    Modules that ``fn`` uses should be in eval mode. The engine warns about modules in training mode
     if they are ``fn``, the object of the method ``fn``, or in the closure, defaults or globals of
     ``fn``. It does not find modules in other objects.
 
@@ -109,8 +109,8 @@ class Engine(Generic[_R]):
                 raise ValueError(f"Engine({what}={value}): expected at least 1")
         if max_delay < 0 or slice_time <= 0:
             raise ValueError(
-                f"Engine(max_delay={max_delay}, slice_time={slice_time}): expected seconds, "
-                "max_delay at least 0 and slice_time more than 0"
+                f"Engine(max_delay={max_delay}, slice_time={slice_time}): max_delay "
+                "must be at least 0 s, and slice_time must be more than 0 s"
             )
         if watchdog is not None and watchdog <= 0:
             raise ValueError(f"Engine(watchdog={watchdog}): expected more than 0 s, or None")
@@ -151,7 +151,7 @@ class Engine(Generic[_R]):
         cost: float | None = None,
         seed: int | None = None,
     ) -> "Future[_R]":
-        """Queues a call ``fn(*args)``, from any thread, and returns at once.
+        """Queues the call ``fn(*args)`` and returns immediately. May be called from any thread.
 
         Args:
             args: arguments of ``fn``. Their tensors must not change before the request ends.
@@ -162,7 +162,7 @@ class Engine(Generic[_R]):
 
         Returns:
             A future. Its result contains ordinary tensors, with eager's values. An exception of the
-            request becomes the future's exception. ``cancel()`` ends the request, also while it
+            request becomes the future's exception. ``cancel()`` ends the request, even while it
             runs. Callbacks of the future run on the engine's thread, so they must not wait.
 
         Raises:
@@ -221,11 +221,11 @@ class Engine(Generic[_R]):
 
         Args:
             args, timeout, priority, cost, seed: as for ``submit``.
-            buffer: number of items that ``fn`` may be ahead of the reader. Then the request is
-                suspended, and other requests continue.
+            buffer: number of items that ``fn`` may be ahead of the reader. At this number the
+                request is suspended, and other requests continue.
 
         Raises:
-            TypeError: if ``fn`` is no generator function.
+            TypeError: if ``fn`` is not a generator function.
             ValueError: if ``buffer`` is less than 1.
             QueueFull, RuntimeError: as for ``submit``.
         """
@@ -298,7 +298,7 @@ class Engine(Generic[_R]):
             strict: as for ``load_state_dict``.
 
         Returns:
-            A future of None, or of the exception that ``load_state_dict`` raised.
+            A future of None, with the exception of ``load_state_dict`` if it failed.
 
         Raises:
             ValueError: if ``in_flight`` is invalid, or if ``module`` is None and ``fn`` uses no
@@ -313,7 +313,7 @@ class Engine(Generic[_R]):
             found = _roots(_modules_behind(self.fn))
             if len(found) != 1:
                 raise ValueError(
-                    f"Engine.update(): found {len(found)} modules of {self.name!r}, expected one. "
+                    f"Engine.update(): found {len(found)} modules in {self.name!r}, expected one. "
                     "Pass the module: update(state_dict, module)"
                 )
             module = found[0]
@@ -327,10 +327,10 @@ class Engine(Generic[_R]):
 
         Args:
             action: a function that must not run in the middle of a request.
-            restart: end running requests, except streams, and start them again after the action.
+            restart: end running requests, except streams, and restart them after the action.
 
         Returns:
-            A future of None, or of the exception that ``action`` raised.
+            A future of None, with the exception of ``action`` if it failed.
 
         Raises:
             RuntimeError: if the engine was shut down.
@@ -381,7 +381,7 @@ class Engine(Generic[_R]):
         }
 
     def _take_report(self) -> None:
-        """Updates the report on the engine's thread. A busy thread leaves the report unchanged."""
+        """Updates the report on the engine's thread, unless the thread is busy."""
         taken = threading.Event()
 
         def take() -> None:
@@ -401,7 +401,7 @@ class Engine(Generic[_R]):
         return Collector(self)
 
     def shutdown(self, wait: bool = True, *, cancel: bool = False) -> None:
-        """Shuts the engine down: it accepts no more requests.
+        """Shuts down the engine, which then accepts no more requests.
 
         Args:
             wait: return only after all requests and the thread have ended.

@@ -1,4 +1,4 @@
-"""The thread of an engine: starts requests, runs slices, hands out results."""
+"""The thread of an engine, which starts requests, runs slices and delivers results."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ from torch_autobatch._report import Report
 from torch_autobatch._scope import Granularity, batch
 
 _IDLE = 1.0  # seconds without requests after which cached memory is freed
-# A turn starts requests for the duration of a slice, or longer: until about 1 / _TURNS of the
+# A turn starts requests for the duration of a slice, or longer, until about 1 / _TURNS of the
 # waiting requests have been started.
 _TURNS = 4
 
@@ -48,7 +48,7 @@ class Options:
 
 
 class _Outcome:
-    """How a request ended. The future gets it after the fiber has been left."""
+    """The outcome of a request. The future receives it after control has left the fiber."""
 
     __slots__ = ("error", "request", "result")
 
@@ -98,7 +98,7 @@ class Loop:
     def post_between(self, action: Callable[[], object], restart: bool) -> None:
         """Makes the thread call ``action`` while no request is running.
 
-        ``restart``: running requests are ended, and start again after the action.
+        ``restart``: running requests are ended, and restart after the action.
         """
         self.post(lambda: self._between.append((action, restart)))
 
@@ -203,7 +203,7 @@ class Loop:
             request.fiber = self._server.start(self._run_request, request)
 
     def _run_request(self, request: Request) -> None:
-        """Runs a request. Called in a fiber of its own."""
+        """Runs a request. Called in a separate fiber."""
         request.enter()
         result, error = None, None
         try:
@@ -235,7 +235,7 @@ class Loop:
         with watch_modules:
             return self._server.step(self.options.slice_time)
 
-    # --- the ends of requests ---
+    # --- the end of requests ---
 
     def _forget(self, request: Request) -> bool:
         """Removes a request. Returns false if it has ended already."""
@@ -253,7 +253,7 @@ class Loop:
     def _deliver(self) -> None:
         if not self._outcomes:
             return
-        eager_before = _C.set_eager(True)  # callbacks of futures may run anything
+        eager_before = _C.set_eager(True)  # callbacks of futures may run any code
         for outcome in self._outcomes:
             if self._forget(outcome.request):
                 self._tell(outcome.request, outcome.result, outcome.error)
@@ -278,7 +278,7 @@ class Loop:
         _C.set_eager(eager_before)
 
     def _drop_outcome(self, request: Request) -> None:
-        """Drops the outcome of a request whose code has caught the exception that ends it."""
+        """Drops the outcome of a request if its code caught the exception that ends the request."""
         self._outcomes = [o for o in self._outcomes if o.request is not request]
 
     def _end_late(self) -> None:
@@ -287,7 +287,7 @@ class Loop:
             late = self.queue.expired(now)
             self.queue.forget_ended(len(self._live) + len(self.queue))
         for request in late:
-            state = "running" if request.number in self._live else "waiting to be started"
+            state = "running" if request.number in self._live else "waiting to start"
             after = now - request.submitted
             self._end(
                 request,
@@ -329,7 +329,7 @@ class Loop:
         return True
 
     def _restart_live(self) -> None:
-        """Ends the running requests that don't stream, and puts them back into the queue."""
+        """Ends the running requests, except streams, and puts them back into the queue."""
         for request in [r for r in self._live.values() if r.channel is None]:
             del self._live[request.number]
             self._live_cost -= request.cost

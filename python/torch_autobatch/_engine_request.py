@@ -84,7 +84,7 @@ class Request:
     def let_go(self) -> None:
         """Marks the request as ended and drops its arguments.
 
-        The list of deadlines may keep the request alive for long.
+        The list of deadlines may keep the request alive for a long time.
         """
         self.has_ended = True
         self.args = ()
@@ -128,9 +128,9 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
     """Returns a new generator with the seed of the current request.
 
     For code that an engine runs. Random numbers from this generator do not depend on the other
-    requests that run at the same time: ``torch.multinomial(p, 1, generator=ab.generator())``. Make
-    one generator in a request, and use it for all draws: with a seed, a second generator would
-    repeat the same numbers. A request without a seed gets random seeds.
+    requests that run at the same time: ``torch.multinomial(p, 1, generator=ab.generator())``.
+    Create one generator in a request, and use it for all draws. With a seed, a second generator
+    would repeat the same numbers. A request without a seed gets random seeds.
 
     Args:
         device: device of the generator.
@@ -150,7 +150,7 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 class RequestQueue:
-    """The requests that wait to be started: by priority, then in the order of arrival.
+    """The requests that wait to start, by priority and then in the order of arrival.
 
     All methods except ``len`` are called with the loop's lock held.
     """
@@ -175,11 +175,11 @@ class RequestQueue:
         return self._heap[0][2] if self._heap else None
 
     def oldest(self) -> float:
-        """Returns the submission time of the request that waits longest; 0 if none waits."""
+        """Returns the submission time of the request that has waited longest; 0 if none waits."""
         return min((r.submitted for _, _, r in self._heap if not r.has_ended), default=0.0)
 
     def put_back(self, request: Request) -> None:
-        """Puts a request in its place in the queue, without its deadline."""
+        """Inserts a request at its place in the queue, without its deadline."""
         heapq.heappush(self._heap, (-request.priority, request.number, request))
         self.cost += request.cost
 
@@ -229,11 +229,11 @@ class RequestQueue:
 
 
 class _End:
-    """Marks the end of a stream in place of an item."""
+    """A marker for the end of a stream, used in place of an item."""
 
 
 class Channel:
-    """A buffer of the items that a request has yielded and its reader has not taken."""
+    """A buffer of items that a request has yielded and that its reader has not taken yet."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -103,14 +103,16 @@ class Collector:
         core, stats = self._core, self._engine.stats()
         labels = [stats["name"]]
         requests = core.CounterMetricFamily(
-            "autobatch_requests", "Ended requests, by outcome.", labels=["engine", "outcome"]
+            "autobatch_requests",
+            "Requests that have ended, by outcome.",
+            labels=["engine", "outcome"],
         )
         for outcome in ("finished", "failed", "cancelled", "timed_out", "rejected"):
             requests.add_metric([*labels, outcome], stats[outcome])
         yield requests
         for name, text in (
-            ("queued", "Requests that wait in the queue."),
-            ("live", "Requests that run."),
+            ("queued", "Requests waiting in the queue."),
+            ("live", "Requests that are running."),
         ):
             gauge = core.GaugeMetricFamily(f"autobatch_{name}", text, labels=["engine"])
             gauge.add_metric(labels, stats[name])

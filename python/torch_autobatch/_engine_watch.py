@@ -44,7 +44,7 @@ class Watchdog:
 
     def _describe(self, stood: float) -> str:
         frame = sys._current_frames().get(self._watched.ident or 0)
-        waiting = f"{self._loop.num_live} requests run, {len(self._loop.queue)} wait in the queue"
+        waiting = f"{self._loop.num_live} running, {len(self._loop.queue)} queued"
         name = self._watched.name
         if frame is None:
             return f"{name}: no progress for {stood:.3g} s; {waiting}"
@@ -54,8 +54,8 @@ class Watchdog:
         if request is None:
             return f"{name}: no progress for {stood:.3g} s, at {where}; {waiting}\n{stack}"
         return (
-            f"{name}: request {request} blocks all others for {stood:.3g} s, at {where}. Code that "
-            "an engine runs must not wait (for a lock, the network, time.sleep). Wait before "
+            f"{name}: request {request} has blocked all others for {stood:.3g} s, at {where}. Code "
+            "that an engine runs must not wait (for a lock, the network, time.sleep). Wait before "
             f"submit(), or in the code that calls it. {waiting}\n{stack}"
         )
 

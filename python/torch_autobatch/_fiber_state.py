@@ -20,11 +20,11 @@ _S = TypeVar("_S")
 def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]) -> None:
     """Gives each instance of a ``map`` its own copy of a process-wide state.
 
-    Needed for a package that keeps a stack of contexts in a global variable: while one instance
-    waits for a value, other instances run. They must not see the contexts of the waiting instance.
-    Each instance starts with the state at the call of ``map``. After the map the state is the same
-    as before it. The hooks apply to maps that start after this call. Register each state once per
-    process.
+    A package needs this if it keeps a stack of contexts in a global variable. While one instance
+    waits for a value, other instances run, and they must not see the contexts of the waiting
+    instance. Each instance starts with the state that was current when ``map`` was called. After
+    the map, the state is the same as before. The hooks apply to maps that start after this call.
+    Register each state once per process.
 
     Args:
         save: returns the current state. Objects that are changed in place must be copied.
@@ -83,7 +83,7 @@ class _Swapped(threading.local):
 class _Accessor(NamedMemberAccessor):
     """The accessor of one call of ``functional_call``.
 
-    The call swaps tensors twice: at its start into the module, and at its end back.
+    The call swaps tensors into the module at its start, and swaps them back at its end.
     """
 
     outer: dict[str, torch.Tensor] | None = None  # swapped-out tensors, not in the module now
@@ -144,7 +144,7 @@ def register_known() -> None:
             register(sys.modules[name])
 
 
-# --- a hint at state that is shared and not registered ---
+# --- a note about shared state that is not registered ---
 
 _OWN = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirname(os.__file__))
 
@@ -152,7 +152,7 @@ _OWN = (os.path.dirname(torch.__file__), os.path.dirname(__file__), os.path.dirn
 def note_shared_state(error: BaseException) -> None:
     """Adds a note to an error of an instance if a context manager raised it.
 
-    Context managers of PyTorch, this package and the standard library are excepted. Any other
+    Context managers of PyTorch, this package and the standard library are excluded. Any other
     context manager may keep a stack that the instances share.
     """
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -1,4 +1,4 @@
-"""Captures ``torch.autograd.grad`` and ``torch.func.grad`` in an open block where possible."""
+"""Captures ``torch.autograd.grad`` and ``torch.func.grad`` in an open block, if possible."""
 
 import threading
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def _run_captured(
 ) -> Any:
     """Replaces PyTorch's function that runs the autograd engine.
 
-    ``torch.autograd.grad`` and ``backward`` call it once they have checked their arguments. A call
-    of ``grad`` is captured where possible.
+    ``torch.autograd.grad`` and ``backward`` call it after they have checked their arguments. If
+    possible, a call of ``grad`` is captured.
     """
     if len(rest) == 2 and options == {"accumulate_grad": False}:
         inputs, allow_unused = rest
@@ -37,7 +37,7 @@ def _run_captured(
 
 # --- torch.func.grad ---
 
-# Number of nested calls of torch.func.grad that are active. Each fiber has a context of its own, so
+# Number of nested calls of torch.func.grad that are active. Each fiber has a separate context, so
 # instances do not share this number.
 _depth: ContextVar[int] = ContextVar("torch_autobatch_grad_depth", default=0)
 
@@ -55,7 +55,7 @@ _block = _Block()
 
 
 class _Argument:
-    """A differentiated argument: a tensor with the same values and an autograd history of its own.
+    """A differentiated argument: a tensor with the same values and a separate autograd history.
 
     Attributes:
         tensor: replaces the argument in the call.
@@ -69,7 +69,7 @@ class _Argument:
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            # torch.tensor(requires_grad=True) runs at once. Without requires_grad=True, or by
+            # torch.tensor(requires_grad=True) runs eagerly. Without requires_grad=True, or with
             # another factory, the leaf would be captured.
             options: Any = {"dtype": tensor.dtype, "device": tensor.device}
             self.leaf = torch.tensor(1.0, requires_grad=True, **options)
@@ -95,7 +95,7 @@ def _can_capture(leaves: list[Any]) -> bool:
 
 
 def _reaches_others(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> bool:
-    """Whether the gradients of ``tensors`` reach any leaf that is not in ``leaves``."""
+    """Whether gradients of ``tensors`` reach a leaf that is not in ``leaves``."""
     pending = [x for x in tensors if _C.is_pending(x)]
     if pending and _C.depends_on_others(pending, leaves):
         return True
@@ -141,7 +141,7 @@ def _captured_grad_and_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Replaces ``torch.func.grad_and_value`` and ``grad``: uses autograd, which is captured."""
+    """Replaces ``torch.func.grad_and_value`` and ``grad``. Uses autograd, which is captured."""
     if not _C.captures():
         return _grad_and_value(func, argnums, has_aux, args, kwargs)
     flat, spec = _pytree.tree_flatten(eager_transforms._slice_argnums(args, argnums, as_tuple=True))

@@ -1,7 +1,7 @@
 """Computes a number that identifies what a block or a map can call.
 
 One place of a program may open blocks for many models, for example a function that times each of
-them. The timing trials of one model must not decide for another one
+them. The timing trials of one model must not affect another model
 (``csrc/autobatch/scope/trials.h``).
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_autobatch._cell import _names_in, _next_behind
 
-# Types that are not searched: data differs from block to block, and it rarely holds code.
+# Types that are not searched, because data differs between blocks and rarely contains code.
 _DATA = (torch.Tensor, list, tuple, dict, set, str, int, float, type(None), type, types.ModuleType)
 
 

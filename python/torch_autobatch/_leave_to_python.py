@@ -1,6 +1,6 @@
 """Makes torch.compile run the functions of this package without compiling them.
 
-Where a compiled program calls one of these functions, the graph breaks, without a warning.
+If a compiled program calls one of these functions, the graph breaks without a warning.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 The environment variable ``TORCH_AUTOBATCH_LOG`` sets the level. WARNING logs early flushes, INFO
 each block as well, DEBUG every flush. If the variable is set, records go to stderr, unless the
-program has handlers of its own.
+program has its own handlers.
 """
 
 import logging

@@ -81,13 +81,13 @@ def map(
     defer_checks: bool | None = None,
     profile: bool = False,
 ) -> Any:
-    """Computes ``[fn(x) for x in instances]``, batched even where instances read values.
+    """Computes ``[fn(x) for x in instances]``, batched even if instances read values.
 
     Each call of ``fn`` runs in a fiber on this thread. A call that reads a value (``item()``,
-    ``if x > 0``, ...) is suspended, and the next call runs. When all calls are suspended, one
-    flush computes the values that they wait for, batched. ``backward()`` waits in the same way.
-    A map opens a block, or joins the open block. Where a plain loop is measured to be faster, the
-    map runs as a plain loop, except inside ``batch(adaptive=False)``.
+    ``if x > 0``, ...) is suspended, and the next call runs. When all calls are suspended, one flush
+    computes the values that they wait for. ``backward()`` waits in the same way. A map opens a
+    block, or joins the open block. If measurements show that a plain loop is faster, the map runs
+    as a plain loop, except inside ``batch(adaptive=False)``.
 
     Args:
         fn: the code for one instance. The calls are interleaved, so they must not depend on each
@@ -151,7 +151,7 @@ def _with_one_argument(
     """
     if more and unpack:
         raise TypeError(
-            f"map(unpack=True) takes one iterable of tuples, and got {1 + len(more)} iterables. "
+            f"map(unpack=True) takes one iterable of tuples, but got {1 + len(more)} iterables. "
             "Remove unpack=True, or zip the iterables"
         )
     if more:
@@ -178,7 +178,7 @@ def _block(
         granularity=granularity,
         check_cells=check_cells,
         defer_checks=defer_checks,
-        # Reads do not pause capture in a map, because its instances wait for each other.
+        # Reads in a map do not pause capture, because instances wait for each other.
         adaptive=None if _C.is_open() else False,
         profile=profile,
     )
@@ -286,9 +286,9 @@ def _backward(
 def _request(
     tensors: Any, grad_tensors: Any, retain_graph: bool | None, create_graph: bool, inputs: Any
 ) -> _Request | None:
-    """Returns the request of a call, or None if PyTorch would or might reject the call.
+    """Returns the request of a call, or None if PyTorch may reject the call.
 
-    Such a call runs by itself, so that PyTorch raises its own error, in this instance only.
+    A call without a request runs alone, so that PyTorch raises its error in this instance only.
     """
     roots = _as_list(tensors)
     gradients = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)
@@ -307,7 +307,7 @@ def _request(
 
 
 def _serve(requests: Sequence[_Request]) -> list[BaseException | None]:
-    """Runs the requests, those with equal options as one call.
+    """Runs the requests. Requests with equal options run as one call.
 
     Returns:
         For each request, the error that its call raised, or None.

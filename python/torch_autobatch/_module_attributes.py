@@ -3,8 +3,8 @@
 A request of an ``Engine`` is an instance too.
 
 Other instances must not run between the assignment and the code that reads the attribute. So an
-instance that sets an attribute keeps its turn: its later reads are computed at once, and it runs to
-its end before another instance runs.
+instance that sets an attribute is not suspended any more: its later reads are computed immediately,
+and no other instance runs until it ends.
 """
 
 import sys
@@ -23,7 +23,7 @@ _Module = torch.nn.Module
 def _is_state(value: object) -> bool:
     """Whether later code may compute with the value: tensors, containers of tensors, and None.
 
-    Numbers are left out: a counter has the same value at the end in any order.
+    Numbers are excluded, because a counter has the same final value in any order.
     """
     if value is None or isinstance(value, torch.Tensor):
         return True
@@ -35,7 +35,7 @@ def _is_state(value: object) -> bool:
 class _Replacement:
     """Holds the code that ``nn.Module.__setattr__`` has while instances run.
 
-    Code can be exchanged only for code with as many free variables.
+    The code of a function can be replaced only with code that has as many free variables.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -48,8 +48,8 @@ class _Replacement:
 class _Watch:
     """Replaces the code of ``nn.Module.__setattr__`` while instances run on any thread.
 
-    The function itself stays. If the class changed, Python would empty its caches for attributes of
-    all modules, which takes 0.4 ms each time.
+    The function object stays the same. If the class changed, Python would clear its attribute
+    caches for all modules, which takes 0.4 ms each time.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Watch:
                 self._function.__code__ = self._code
 
     def set_attribute(self, module: object, name: str, value: object) -> None:
-        # A module that an instance creates belongs to the instance.
+        # A module that an instance creates belongs to this instance.
         if _is_state(value) and sys._getframe(2).f_code.co_name != "__init__":
             _C.keep_turn(f"{type(module).__name__}.{name}")
         self._original(module, name, value)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users give, with errors that say what to do."""
+"""Checks the arguments that users pass. The errors say what to do."""
 
 import inspect
 import operator
@@ -34,8 +34,8 @@ def check_truths(call: str, values: Mapping[str, object], *, or_none: Collection
         if value is True or value is False or (value is None and name in or_none):
             continue
         if isinstance(value, str) or value not in (True, False):
-            also = " or None" if name in or_none else ""
-            raise TypeError(f"{call}({name}={value!r}): expected True, False{also}")
+            expected = "True, False or None" if name in or_none else "True or False"
+            raise TypeError(f"{call}({name}={value!r}): expected {expected}")
 
 
 def check_count(call: str, name: str, value: object) -> None:
@@ -66,20 +66,20 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
     if isinstance(function, _DESCRIPTORS):
         kind = type(function).__name__
         raise TypeError(
-            f"{call}() decorates functions, and got a {kind}: write @{call} below @{kind}, next "
+            f"{call}() decorates functions, but got a {kind}: write @{call} below @{kind}, next "
             "to the function"
         )
     if not callable(function):
-        raise TypeError(f"{call}() decorates functions, and got {function!r}")
+        raise TypeError(f"{call}() decorates functions, but got {function!r}")
     if isinstance(function, torch.nn.Module):
         raise TypeError(
-            f"{call}() decorates functions, and got a {type(function).__name__}: call the module "
+            f"{call}() decorates functions, but got a {type(function).__name__}: call the module "
             "inside `with batch():`, or decorate the function that calls it"
         )
     if isinstance(function, type):
         raise TypeError(
-            f"{call}() decorates functions, and got the class {function.__qualname__!r}: decorate "
-            "the method that is to be batched"
+            f"{call}() decorates functions, but got the class {function.__qualname__!r}: decorate "
+            "the method to be batched"
         )
     if is_async(function):
         raise TypeError(
@@ -103,7 +103,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a function, a function in a ``partial``, or an object's ``__call__`` is async."""
+    """Whether a function, the function of a ``partial``, or an object's ``__call__`` is async."""
     while isinstance(function, partial):
         function = function.func
     return any(

@@ -37,7 +37,7 @@ def differ(before: States, after: States) -> bool:
 
 
 def _module_of_accelerator() -> Any:
-    """Returns ``torch.cuda`` or the like if it is in use and its generators can be read."""
+    """Returns ``torch.cuda`` or a similar module if it is in use and its generators can be read."""
     device = torch.accelerator.current_accelerator()
     if device is None:
         return None

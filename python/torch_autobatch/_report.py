@@ -27,12 +27,12 @@ class SignatureReport:
         batches: number of batches that they ran in.
         largest: number of ops in the largest batch.
         launches: number of calls: one for each batch; for the rule "loop", one for each op.
-        alone: number of ops that ran in a call of their own.
+        alone: number of ops that ran alone in a call.
         constants: non-tensor arguments with values other than their defaults: "dim=1".
         position: position in the source of ``site``: the number of further lines, the first and
             the last column, 16 bits each. 0 if unknown.
         serial, weights, context: numbers that identify the signature, its weights, and its grad
-            mode and autocast state. They mean nothing outside this report.
+            mode and autocast state. They have no meaning outside this report.
     """
 
     op: str
@@ -54,7 +54,7 @@ class SignatureReport:
 
 @dataclasses.dataclass(frozen=True)
 class FlushReport:
-    """A flush. If a block has very many, flushes with the same reason and line share a row.
+    """A flush. If a block has very many flushes, those with the same reason and line share a row.
 
     Attributes:
         reason: what caused the flush: "aten::item: needs values", "the end of the block".
@@ -62,7 +62,8 @@ class FlushReport:
         nodes: number of ops that ran, in all flushes of the row.
         count: number of flushes.
         batches: number of batches that the ops ran in.
-        caller: if ``site`` is in an installed package, the user's line that led there; else "".
+        caller: if ``site`` is in an installed package, the user's line that called the package;
+        else "".
         via: functions of Python and PyTorch that the line at ``site`` called, outermost first:
             "torch._tensor.Tensor.__repr__ torch._tensor_str._str".
         position: position in the source of the user's line, as in ``SignatureReport``.
@@ -80,7 +81,7 @@ class FlushReport:
 
 @dataclasses.dataclass(frozen=True)
 class AtOnceReport:
-    """An op, function or cell that ran at once instead of being captured.
+    """An op, function or cell that ran eagerly instead of being captured.
 
     Attributes:
         op: ``aten::t_``, or the name of a function.
@@ -106,7 +107,7 @@ class PauseReport:
     Attributes:
         site: the line.
         count: number of pauses there.
-        calls: number of calls of functions and modules that ran at once until capture resumed.
+        calls: number of calls of functions and modules that ran eagerly until capture resumed.
         measured: the whole block or map ran eagerly, because timing trials showed that this is
             faster.
     """
@@ -162,10 +163,11 @@ class Report:
         backward_calls: number of calls of ``backward()`` inside the block.
         depth: length in ops of the longest dependency chain, over all flushes. 0 if the only flush
             is the one at the end of the block.
-        lower_bound: the least number of batches that any schedule needs, summed over the flushes.
+        lower_bound: a lower bound on the number of batches of any schedule, summed over the
+            flushes.
         signatures: one row for each signature and rule.
         flushes: the flushes, in order.
-        at_once: ops that ran at once instead of being captured.
+        at_once: ops that ran eagerly instead of being captured.
         pauses: lines where capture paused, because deferring was not worth its cost.
         is_open: the block has not ended.
         defers_checks: checks of all code are deferred (``batch(defer_checks=True)``).
@@ -230,7 +232,7 @@ class Report:
 
     @property
     def findings(self) -> "list[Finding]":
-        """At most ten causes that keep ops from running together, worst first, with remedies."""
+        """At most ten causes that prevent batching, with remedies, the worst first."""
         from torch_autobatch._report_advice import findings
 
         return findings(self)
@@ -249,7 +251,7 @@ class Report:
         the timeline of the page, need ``batch(profile=True)``.
 
         Raises:
-            ValueError: if the suffix is another one, or the format needs ``profile=True``.
+            ValueError: if the suffix is not supported, or the format needs ``profile=True``.
         """
         from torch_autobatch._report_files import save
 

@@ -18,7 +18,7 @@ MOST_FINDINGS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that keeps ops from running together.
+    """A cause that prevents ops from running together.
 
     Attributes:
         what: a description: "float(): 40 early flushes".
@@ -64,10 +64,10 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
     if others:
         rest.append(f"{others:,} without being captured")
     if paused:
-        rest.append(f"about {paused:,} at once while deferring was paused")
+        rest.append(f"about {paused:,} ran eagerly while deferring was paused")
     return [
         f"{'About ' if paused else ''}{plural(ops, 'op')} ran in {plural(launches, 'launch')}: "
-        f"{saved} one by one.",
+        f"{saved} without batching.",
         f"{percent(report.nodes - alone, ops)} of the ops ran together with others; "
         f"{_listed(rest)}.",
         _third_line(report, found, launches),
@@ -97,18 +97,18 @@ def _of_measured(site: str) -> str:
 def _of_nothing(report: "Report", others: int) -> str:
     if report.ops and report.is_open:
         return (
-            f"No op has run yet: {plural(report.ops, 'op')} captured. They run when the block "
-            "ends, if their results are kept."
+            f"No op has run yet: {plural(report.ops, 'op')} captured. Ops run when the block "
+            "ends, if the program keeps their results."
         )
     if report.ops:
         return (
-            f"No op ran: {plural(report.ops, 'op')} captured. At the end of the block, the "
-            "program kept none of their results, or an error ended the block."
+            f"No op ran: {plural(report.ops, 'op')} captured. The program kept none of their "
+            "results until the end of the block, or an error ended the block."
         )
     if not report.is_enabled:
         return "No op was captured: the block was not enabled (enabled=False)."
     if others:
-        return f"No op was captured: {plural(others, 'op')} ran at once."
+        return f"No op was captured: {plural(others, 'op')} ran eagerly."
     if report.pauses:
         return f"No op was captured: the block was paused, at {short(report.pauses[0].site)}."
     return (

@@ -1,4 +1,4 @@
-"""Finds the obstacles of a block: causes that keep ops from running together, with their costs."""
+"""Finds the obstacles of a block: causes that prevent batching, with their costs."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,8 @@ def obstacles(report: "Report") -> list[Obstacle]:
     )
     if report.backward_calls > 1 and not any("backward()" in one.what for one in found):
         found.append(_backward_in_the_loop(report))
-    # An op that runs at once also flushes its operands. Both have one cause, which is stated once.
+    # An op that runs eagerly also flushes its operands. Both have the same cause, which is reported
+    # only once.
     known: dict[tuple[str, str], Obstacle] = {}
     for one in found:
         known.setdefault((one.cause or one.what, one.site), one)
@@ -64,8 +65,8 @@ def _early_flushes(report: "Report") -> Iterator[Obstacle]:
         batches = sum(f.batches for f in flushes)
         cost = math.ceil(spare * batches / early) if early else 0
         count = sum(f.count for f in flushes)
-        # Pauses that the reads at this line caused. Of several causes at a line, the most frequent
-        # one gets the pause.
+        # Pauses that reads at this line caused. If a line has several causes, the pause is assigned
+        # to the most frequent one.
         paused = [pauses.pop(site) for site in {f.site for f in flushes} if site in pauses]
         calls = sum(pause.calls for pause in paused)
         yield Obstacle(
@@ -88,7 +89,7 @@ def _says_paused(one: Obstacle) -> str:
     flushes = plural(one.count, "early flush")
     return (
         f"{one.what}: {flushes} of few ops, so deferring paused and about "
-        f"{plural(one.ran, 'call')} ran at once"
+        f"{plural(one.ran, 'call')} ran eagerly"
     )
 
 
@@ -142,15 +143,15 @@ def _says_cell(one: Obstacle) -> str:
 
 
 def _says_known(one: Obstacle) -> str:
-    return f"{one.what}: {plural(one.count, 'op')} ran at once"
+    return f"{one.what}: {plural(one.count, 'op')} ran eagerly"
 
 
 def _says_at_once(one: Obstacle) -> str:
-    return f"{name_of(one.what)} ran at once, {plural(one.count, 'time')}: {one.detail}"
+    return f"{name_of(one.what)} ran eagerly, {plural(one.count, 'time')}: {one.detail}"
 
 
 def _pauses_of_blocks(report: "Report") -> Iterator[Obstacle]:
-    """Yields an obstacle for each line where whole blocks ran at once.
+    """Yields an obstacle for each line where whole blocks ran eagerly.
 
     Such a block pauses at its beginning, because earlier blocks of the same line were not worth
     deferring.
@@ -176,7 +177,7 @@ ONE_BLOCK = (
 def _says_pause(one: Obstacle) -> str:
     return (
         "deferring paused: blocks that began here had no ops that could share a batch; about "
-        f"{plural(one.launches, 'call')} ran at once"
+        f"{plural(one.launches, 'call')} ran eagerly"
     )
 
 

@@ -44,7 +44,7 @@ _USE_MAP = (
     "run the loop as ab.map(function, instances): instances that read a value wait for each "
     "other, and one flush computes the values of all of them"
 )
-_AFTER_BLOCK = "keep x.detach() in a list and read it after the block, all at once"
+_AFTER_BLOCK = "collect x.detach() in a list, and read the values after the block"
 _AFTER_BLOCK_OR_MAP = f"{_AFTER_BLOCK}; or, if the control flow depends on the value, {_USE_MAP}"
 _DEFER_CHECKS = "batch(defer_checks=True) lets the check wait for the end of the block"
 _CHECK_AFTER = f"collect the checked tensors and check them after the block; or {_USE_MAP}"
@@ -60,7 +60,7 @@ class Cause:
 
 
 def is_planned(reason: str) -> bool:
-    """Whether the user's code requested the flush, or no instance can continue without it."""
+    """Whether the user's code requested the flush, or every instance waits for it."""
     return reason.startswith(_PLANNED) or reason.endswith((_OF_MAP, OF_EAGER))
 
 
@@ -74,7 +74,7 @@ def cause_of(
     *,
     defers_checks: bool = False,
 ) -> Cause:
-    """Returns the cause of a flush, or of an op that ran at once.
+    """Returns the cause of a flush, or of an op that ran eagerly.
 
     The arguments are fields of a row of the report. ``defers_checks``: all checks that can be
     deferred are deferred already, so the option is not a remedy.
@@ -101,7 +101,7 @@ def cause_of_row(
 
 
 def _may_be_caught(spot: Spot) -> bool:
-    """Whether code around the spot, in the same function and block, may handle errors."""
+    """Whether code around the spot, in the same function and block, may catch errors."""
     for statement in around(spot):
         if isinstance(statement, ast.Try) and statement.handlers:
             return True
@@ -139,7 +139,7 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
 
 
 def _of_line(reason: str, spot: Spot, via: str) -> Cause:
-    """Returns the cause from the source of the line, if neither reason nor calls give it."""
+    """Returns the cause according to the source of the line."""
     if finds(spot, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
         return _TRANSFORM
     for what, is_here in _TEXTS:
@@ -336,7 +336,7 @@ _BY_VIA = [
     ),
     (
         r"torch\._library\.",
-        Cause("a custom op (torch.library)", f"write the op with PyTorch's ops; or {_OUTSIDE}"),
+        Cause("a custom op (torch.library)", f"implement the op with PyTorch's ops; or {_OUTSIDE}"),
     ),
     (
         r"torch\.optim\.",
@@ -391,7 +391,7 @@ _READS: list[tuple[str, str, Test]] = [
     ("torch.save or pickle", "save after the block", is_call("save", "dump", "dumps")),
     ("a mask or nonzero()", _USE_MAP, is_call("nonzero", "masked_select", "unique", "argwhere")),
 ]
-# Expressions where Python itself calls bool().
+# Expressions in which Python itself calls bool().
 _TRUTHS: list[tuple[str, str, Test]] = [
     *(
         (f"{name}() of tensors", f"{instead}; or {_USE_MAP}", is_function(name))
@@ -408,7 +408,7 @@ _TRUTHS: list[tuple[str, str, Test]] = [
     ("and, or", _USE_MAP, is_a(ast.BoolOp)),
     ("if", _USE_MAP, is_a(ast.comprehension)),
 ]
-# Expressions where Python itself needs a number.
+# Expressions in which Python itself needs a number.
 _NUMBERS: list[tuple[str, str, Test]] = [
     ("range()", _USE_MAP, is_range),
     ("an index x[i]", f"torch.gather accepts index tensors; or {_USE_MAP}", is_item_read),

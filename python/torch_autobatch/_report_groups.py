@@ -101,7 +101,7 @@ def name_of(op: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Formats a share in whole percent. Only an empty part is "0 %", only the whole "100 %"."""
+    """Formats a share in whole percent. Only nothing is "0 %", and only the whole is "100 %"."""
     if whole == 0:
         return "0 %"
     share = 100 * part / whole

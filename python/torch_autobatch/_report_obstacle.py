@@ -1,7 +1,7 @@
-"""An obstacle: something that keeps ops from running together, with its cost.
+"""An obstacle: a cause that prevents ops from running together, with its cost.
 
-The obstacles of several blocks are found for each block, then added. They are not derived from a
-merged report, because differences between blocks keep no ops apart.
+Obstacles are found separately for each block, and then added. They are not derived from a merged
+report, because differences between blocks do not prevent batching.
 """
 
 import dataclasses

@@ -107,10 +107,10 @@ def _timeline(report: "Report", trace: "TraceReport", lane_of: dict[int, int]) -
 
 
 def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
-    """Returns the graph of one instance: the ops that its last op was computed from.
+    """Returns the graph of one instance: the ops that its last op depends on.
 
-    ``lanes`` has the lane of each op, ``links`` pairs of indices into ``lanes`` (source, reader),
-    ``more`` the number of ops that were left out.
+    ``lanes`` contains the lane of each op, ``links`` contains pairs of indices into ``lanes``
+    (source, reader), and ``more`` is the number of ops that were left out.
     """
     lane_of_batch = {
         number: lane_of.get(serial, -1)
@@ -140,10 +140,10 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
 
 
 def _deepest(trace: "TraceReport") -> int | None:
-    """Returns the op with the longest chain of inputs; of several, the last one.
+    """Returns the op with the longest chain of inputs. If there are several, returns the last one.
 
-    One flush need not contain the whole of an instance, so the last op of the trace may have a
-    short chain. Considers only ops that ran with others, if there are any.
+    A flush may contain only a part of an instance, so the last op of the trace may have a short
+    chain. Considers only ops that ran with others, if there are any.
     """
     members = collections.Counter(trace.batch_of_node)
     depths: list[int] = []

@@ -1,7 +1,8 @@
 """Finds the expressions in the user's source that a report names as causes.
 
 The core reports the line of an instruction and its position there, from ``code.co_positions()``.
-Only expressions and statements that contain the instruction are causes, not the rest of the line.
+Only expressions and statements that contain the instruction are causes. The rest of the line is
+not.
 """
 
 import ast
@@ -100,7 +101,7 @@ def _way_to(tree: ast.Module, spot: Spot) -> list[ast.AST]:
 def _extent(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
     """Returns the first and last (line, column) of a node, or None if it has no position.
 
-    A node without a position of its own has the extent of its children.
+    A node without a position has the extent of its children.
     """
     if (first := getattr(node, "lineno", None)) is not None:
         begin = (first, getattr(node, "col_offset", 0))
@@ -110,7 +111,7 @@ def _extent(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
 
 
 def _nodes_of_line(tree: ast.Module, line: int) -> Iterator[ast.AST]:
-    """Yields the nodes of a line. A compound statement counts only on the lines of its head."""
+    """Yields the nodes of a line. A compound statement counts only on the lines of its header."""
     for node in ast.walk(tree):
         first = getattr(node, "lineno", None)
         if first is None:

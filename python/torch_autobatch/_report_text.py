@@ -14,7 +14,7 @@ _WIDTH = 110
 
 
 def text(report: "Report", found: Sequence[Finding] | None = None) -> str:
-    """Returns the verdict, findings with remedies, and as much of the table as there is room for.
+    """Returns the verdict, findings with remedies, and as many rows of the table as fit.
 
     ``found``: replaces the findings of the report.
     """

@@ -35,7 +35,7 @@ _NO_TENSOR = (
 
 
 def _unbatched_calls(report: "Report") -> Iterator[Obstacle]:
-    """Yields an obstacle for each call in the source whose ops ran apart within a flush."""
+    """Yields an obstacle for each call in the source whose ops ran apart in a flush."""
     flushes = sum(flush.count for flush in report.flushes)
     largest = max((row.largest for row in report.signatures), default=0)
     for group in groups(report):
@@ -57,7 +57,7 @@ def _of_call(
     is_full = instances >= 2 * launches and instances >= largest / 2 * launches
     if len(rows) < 2 or instances >= 8 * launches or is_full:
         return None
-    # The launches of each row if there were one flush. Several flushes are another finding.
+    # The launches of each row if there were only one flush. Several flushes are a separate finding.
     alone = [math.ceil(row.launches / max(min(flushes, row.batches), 1)) for row in rows]
     most = max(row.launches for row in rows)
     cost = min(launches - max(most, flushes), sum(alone) - max(alone))
@@ -105,7 +105,7 @@ def _differences(rows: Sequence["SignatureReport"]) -> Iterator[tuple[str, str]]
 
 
 def _of_constants(op: str, detail: str) -> str:
-    """Returns the remedy: to pass a tensor, if an overload of the op takes one there."""
+    """Returns the remedy, which is to pass a tensor if an overload of the op accepts one."""
     namespace, _, name = op.partition("::")
     argument = detail.removeprefix(" (").partition("=")[0]
     if op.endswith(".apply"):

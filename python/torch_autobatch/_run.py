@@ -38,7 +38,7 @@ class Collector:
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        # Facts of the largest block, not yet a report, because its backward may run later.
+        # Facts of the largest block. They become a report later, because backward may run later.
         self.largest: _C.ReportFacts | None = None
         self._most = -1
 
@@ -68,7 +68,7 @@ class Collector:
 def run(
     program: str, arguments: list[str], save: str | None = None, *, module: bool = False
 ) -> None:
-    """Runs a program as ``python program arguments`` does, and prints advice to stderr at its end.
+    """Runs a program like ``python program arguments``, and prints advice to stderr at its end.
 
     Args:
         program: the path of a script, or with ``module`` the name of a module, as for
@@ -100,26 +100,26 @@ def run(
 
 
 def check(program: str, save: str | None, *, module: bool) -> None:
-    """Checks the arguments of ``run``, so that errors do not come after hours of running.
+    """Checks the arguments of ``run``, so that errors are not raised after hours of running.
 
     Raises:
-        ValueError, OSError: as ``run``.
+        ValueError, OSError: as for ``run``.
     """
     if not module and not Path(program).exists():
-        raise FileNotFoundError(f"there is no script {program!r}")
+        raise FileNotFoundError(f"script {program!r} does not exist")
     if save is None:
         return
     path = Path(save)
     check_name(path)
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"--save {path}: there is no directory {path.parent}")
+        raise FileNotFoundError(f"--save {path}: directory {path.parent} does not exist")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise PermissionError(f"--save {path}: this file cannot be written")
 
 
 @contextmanager
 def _as_main(program: str, arguments: list[str], module: bool) -> Iterator[None]:
-    """Sets ``sys.argv`` and ``sys.path`` as the program expects them, and restores them."""
+    """Sets ``sys.argv`` and ``sys.path`` for the program, and restores them."""
     before = sys.argv, sys.path[0]
     directory = os.getcwd() if module else str(Path(program).resolve().parent)
     sys.argv, sys.path[0] = [program, *arguments], directory

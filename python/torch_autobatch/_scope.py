@@ -78,7 +78,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     Works as a context manager and as a decorator, with and without parentheses. A block inside
     another block of the same thread joins it: all ops run when the outer block ends, with the
     options of the outer block. A ``RuntimeWarning`` names options of the inner block that have no
-    effect. The exception is ``enabled=False``, which makes the ops of the inner block run at once.
+    effect. The exception is ``enabled=False``, which makes the ops of the inner block run eagerly.
     A block must not stay open across an ``await`` or a ``yield``. In a decorated generator, the
     block closes at each ``yield`` and opens again after it.
 
@@ -86,25 +86,25 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         policy: how nodes are ordered into batches, one of ``policy_names()``: "agenda" (Neubig,
             Goldberg, Dyer 2017, section 3), "depth", "frontier" (after Chen et al. 2023, section
             2.3), or "auto": the policy with the fewest batches for similar graphs.
-        enabled: False runs the block eagerly, inside another block too. ``eager()`` is short for
+        enabled: False runs the block eagerly, even inside another block. ``eager()`` is short for
             ``batch(enabled=False)``.
         max_pending: flush whenever this many ops are pending, to bound memory.
-        verify: run every captured op eagerly too, and raise on the first result that differs.
-            Slow; for debugging.
+        verify: also run every captured op eagerly, and raise an error at the first result that
+            differs. Slow; for debugging.
         granularity: "cell" captures a call of a ``cell()`` as a whole, "op" captures its ops one by
             one, as for an ordinary function. "auto" is "cell".
-        check_cells: run the function of a cell at each call, and raise if it captures other ops
-            than at the first call of its kind, which breaks the contract of ``cell()``. Slow; for
-            debugging.
+        check_cells: run the function of a cell at each call, and raise an error if it does not
+            capture the same ops as the first call of its kind, as the contract of ``cell()``
+            requires. Slow; for debugging.
         defer_checks: which checks of values are deferred (``if not valid.all(): raise ...``,
-            ``assert (x > 0).all()``) instead of reading the value at once. The next flush tests
+            ``assert (x > 0).all()``) instead of reading the value immediately. The next flush tests
             the value and raises the error. None: checks in PyTorch's own code
             (``torch.distributions``, ``torch._assert``). True: checks in all code. False: none. If
-            code between the check and the block may catch the error, the value is read at once.
-        adaptive: run ops at once where deferring is not worth its cost: in a loop that reads values
+            code between the check and the block may catch the error, the value is read immediately.
+        adaptive: run ops eagerly if deferring is not worth its cost: in a loop that reads values
             (use ``map`` to batch it across instances), in blocks of one instance, and in whole
-            blocks where eager execution is measured to be faster. The report names the places.
-            None: as True. False: always defer.
+            blocks for which eager execution was measured to be faster. The report names the places.
+            None: the same as True. False: always defer.
         profile: record the times of each batch, its results and its inputs, for the times in
             ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
 
@@ -116,8 +116,8 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         RuntimeError: if the body of the ``with`` awaits or yields.
 
     If a captured op fails when it runs, the error is raised at the end of the block, or at the read
-    that causes the flush. It names the op, its shapes and the line that captured it. Values that
-    were computed before the error stay usable.
+    that causes the flush. The error names the op, its shapes and the line that captured the op.
+    Values that were computed before the error can still be used.
     """
 
     _enabled: bool
@@ -130,7 +130,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     _gradients: list[torch.Tensor | None]
     _stretches: "_blocks.Stretches | None"  # blocks of the same generator call, if decorated
 
-    # There is no `__init__`, because a decorator without parentheses returns a function, not a
+    # There is no `__init__`, because a decorator without parentheses returns a function and not a
     # block.
     @overload
     def __new__(cls, function: Callable[_P, _R], /) -> Callable[_P, _R]: ...  # type: ignore[misc]
@@ -162,7 +162,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             "adaptive": adaptive,
             "profile": profile,
         }
-        # Skipped for the defaults, because the cost matters in blocks of few ops.
+        # Skipped for the defaults, because its cost matters in blocks of few ops.
         if (enabled, *options.values()) != _STANDARD:
             _check(enabled, options)
         self = cls._made(enabled, options)
@@ -260,7 +260,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         return wrapper
 
     def _runs_eagerly(self, function: Callable[..., Any]) -> bool:
-        """Whether the instances of a map run as a plain loop. Called once its block is open."""
+        """Whether the instances of a map run as a plain loop. Called after its block was opened."""
         scope = self._open[-1]
         return ADAPTIVE and scope is not None and scope.begin_map(function)
 
@@ -294,7 +294,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         """Records roots. When the block ends, one batched backward runs for all of them.
 
         Replaces ``loss.backward()`` in a loop over instances, which would flush at each call.
-        Outside an open block the backward runs at once.
+        Outside an open block, the backward runs immediately.
 
         Args:
             tensors: one root or several.
@@ -312,7 +312,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             gradients = list(gradient)
         if len(gradients) != len(roots):
             raise ValueError(
-                f"scope.backward(): {len(roots)} tensors but {len(gradients)} gradients"
+                f"scope.backward(): got {len(roots)} tensors but {len(gradients)} gradients"
             )
         for root, grad in zip(roots, gradients, strict=True):
             if grad is None and root.numel() != 1:
@@ -327,9 +327,9 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         self._gradients += gradients
 
     def report(self) -> Report:
-        """Returns what was captured and how it ran so far. The report can be printed.
+        """Returns a report on the ops that were captured so far, and on how they ran.
 
-        It is empty if ``enabled`` is False.
+        The report can be printed. It is empty if ``enabled`` is False.
         """
         if self._last is None:
             return Report(is_enabled=self._enabled)
@@ -347,7 +347,7 @@ def eager() -> batch: ...
 @overload
 def eager(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
 def eager(function: Callable[_P, _R] | None = None, /) -> Any:
-    """Returns ``batch(enabled=False)``: inside another block, its ops run at once.
+    """Returns ``batch(enabled=False)``, whose ops run eagerly even inside another block.
 
     Works as a context manager, and as a decorator with and without parentheses. Pending tensors
     that its ops read are computed first.

@@ -70,8 +70,8 @@ def _first_line(node: ast.AST) -> int:
 def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
     """Whether compiling these statements gives the code.
 
-    False if the file was edited since, or if a tool rewrote the code. The name may differ,
-    because PyTorch 2.15 gives the code of its decorators the name of the context manager.
+    False if the file was edited later, or if a tool rewrote the code. The name may differ, because
+    PyTorch 2.15 gives the code of its decorators the name of the context manager.
     """
     flags = code.co_flags & __future__.annotations.compiler_flag
     module = ast.Module(statements, [])
@@ -88,8 +88,8 @@ def _is_compiled_from(code: types.CodeType, statements: list[ast.stmt]) -> bool:
 def _imports_of(file: str) -> list[ast.stmt]:
     """Returns the imports of a module.
 
-    The compiler emits other instructions for a method call on an imported name, so a function must
-    be compiled together with the imports.
+    The compiler emits different instructions for a method call on an imported name, so a function
+    must be compiled together with the imports.
     """
     found: list[ast.stmt] = []
     waiting: list[ast.AST] = [*(tree.body if (tree := _tree_of(file)) else [])]
@@ -136,7 +136,7 @@ def position_at(instruction: dis.Instruction) -> Position | None:
 def instruction_at(
     code: types.CodeType, offset: int
 ) -> tuple[dis.Instruction | None, dis.Instruction | None]:
-    """Returns the instruction whose code or cache contains ``offset``, and its predecessor."""
+    """Returns the instruction whose code or cache contains ``offset``, and the previous one."""
     found = before = None
     for instruction in dis.get_instructions(code):
         if instruction.offset > offset:
@@ -148,7 +148,7 @@ def instruction_at(
 def look_up(expression: ast.expr, frame: types.FrameType) -> Any:
     """Returns the value of a name, or of an attribute that is in an object's ``__dict__``.
 
-    Returns None for all other expressions, since evaluating them may run user code.
+    Returns None for all other expressions, because evaluating them may run user code.
     """
     if isinstance(expression, ast.Name):
         for names in (frame.f_locals, frame.f_globals, frame.f_builtins):

@@ -1,8 +1,9 @@
-"""Flushes before calls that order launches: changes of stream, and records of events.
+"""Flushes before calls that order launches: changes of the stream, and recording of events.
 
-A captured op has not been launched yet. An event marks the work launched before it, and a stream
-receives the work launched after it becomes current. Before either call, a block therefore launches
-its pending ops, on the stream that was current when they were captured.
+A captured op has not been launched yet. An event marks the work that was launched before the event.
+A stream receives the work that is launched after the stream becomes current. Therefore a block
+launches its pending ops before either call, on the stream that was current when the ops were
+captured.
 """
 
 import functools
@@ -37,7 +38,7 @@ def _watch(owner: Any, names: tuple[str, ...], reason: str) -> None:
 
 
 def watch() -> None:
-    """Installs the wrappers permanently. Outside of blocks they change nothing."""
+    """Installs the wrappers permanently. Outside blocks, the wrappers have no effect."""
     change, event = "the current stream changes", "an event is recorded"
     _watch(torch.cuda, ("set_stream",), change)
     _watch(torch.Stream, ("__enter__", "__exit__"), change)

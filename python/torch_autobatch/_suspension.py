@@ -1,7 +1,7 @@
-"""Rejects blocks that would stay open where code is suspended, at an ``await`` or a ``yield``.
+"""Rejects blocks that would stay open while their code is suspended at an ``await`` or ``yield``.
 
-Other code that runs meanwhile on the same thread (another task, the generator's caller) would have
-its ops captured and get pending tensors.
+The block would also capture ops of other code that runs on the same thread meanwhile (another task,
+the generator's caller). This code would then get pending tensors.
 """
 
 import dis
@@ -36,7 +36,7 @@ def check(frame: FrameType | None, opener: str) -> None:
         code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
         is_suspendable = bool(code.co_flags & _SUSPENDABLE)
         if _is_manager(frame) or (is_suspendable and caller and _runs_managers(caller)):
-            is_left_open = code.co_name.startswith("enter_")  # ExitStack.enter_context and the like
+            is_left_open = code.co_name.startswith("enter_")  # such as ExitStack.enter_context
         elif is_suspendable:
             if _is_suspended_within(code, at):
                 raise RuntimeError(_message(frame, opener))

@@ -1,4 +1,4 @@
-"""Checks that the compiled extension fits the torch that is imported."""
+"""Checks that the compiled extension matches the imported torch."""
 
 import re
 
@@ -6,7 +6,7 @@ import torch
 
 
 def check(built_with: str) -> None:
-    """Raises ImportError if the extension was built with another torch.
+    """Raises ImportError if the extension was built with a different torch.
 
     Called before the extension is loaded: PyTorch's C++ interface is not stable between versions,
     so loading would fail with an undefined symbol, or crash.

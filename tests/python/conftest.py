@@ -1,4 +1,4 @@
-"""What all tests share: fixed seeds, small random instances, and the comparison with eager."""
+"""Code that all tests share: seeds, small random instances, and the comparison with eager mode."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def always_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests are about what is deferred, in blocks that are often of one instance."""
+    """Always defers, because tests often have blocks of one instance, which would run eagerly."""
     monkeypatch.setattr(sys.modules["torch_autobatch._scope"], "ADAPTIVE", False)
 
 
 @pytest.fixture(autouse=True)
 def no_block_left_open() -> Iterator[None]:
-    """A block that stays open, on any thread, changes how PyTorch runs for all later tests."""
+    """Fails if a block stays open on any thread, because it would affect all later tests."""
     yield
     assert not _C.any_block_open()
 
 
 @pytest.fixture
 def no_trials() -> Iterator[None]:
-    """Whether blocks are deferred goes by what ran in them alone, and not by the clock too."""
+    """Disables timing trials, so that only the ops of blocks decide whether blocks are deferred."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -66,8 +66,7 @@ def no_trials() -> Iterator[None]:
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs a test that is marked ``own_thread`` on a new thread.
 
-    The engine remembers, for each thread, what was captured before. On a new thread earlier tests
-    have no influence.
+    The library keeps cached calls for each thread. On a new thread, earlier tests have no effect.
     """
     if pyfuncitem.get_closest_marker("own_thread") is None:
         return None
@@ -133,7 +132,7 @@ def synthetic() -> Synthetic:
 
 
 def _close(what: str, value: Tensor | None, expected: Tensor | None, tolerance: float) -> None:
-    """Fail where the two differ by more than ``tolerance`` of the largest magnitude expected."""
+    """Fails if the two differ by more than ``tolerance`` of the largest expected magnitude."""
     assert (value is None) == (expected is None), f"{what}: {value} where eager has {expected}"
     if value is None or expected is None:
         return
@@ -165,7 +164,7 @@ class Compare(Protocol):
 
 @pytest.fixture
 def compare() -> Compare:
-    """Run eager and batched; compare every loss and parameter gradient; return the report.
+    """Runs eagerly and batched, compares losses and gradients, and returns the report.
 
     ``loss_fn(model, instance)`` defaults to ``model(instance)``. ``backward`` gets the list of the
     losses and defaults to the backward of their sum; it isn't called where they don't require grad.
@@ -212,5 +211,5 @@ def instances() -> list[Tensor]:
 
 @pytest.fixture
 def linear() -> nn.Linear:
-    """A layer to capture ops of."""
+    """A layer whose ops are captured."""
     return nn.Linear(3, 4).double()

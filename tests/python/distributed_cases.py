@@ -1,7 +1,7 @@
 """What test_distributed.py runs on two processes: python distributed_cases.py CASE, by torchrun.
 
-Each case gives gradients, which every rank compares with those of one process. Without `from
-__future__ import annotations`: DistributedDataParallel looks at a hook's.
+Each case computes gradients, which every rank compares with the gradients of one process. Without
+`from __future__ import annotations`: DistributedDataParallel looks at a hook's.
 """
 
 import os
@@ -32,7 +32,7 @@ TREES: list[list[Tree]] = [
 
 
 class Model(nn.Module):
-    """The score of one tree. `unused` is there for those who look for what is not."""
+    """The score of one tree. `unused` is for find_unused_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def mine() -> list[Tree]:
 
 
 def steps(model: nn.Module, count: int, **options: Any) -> None:
-    """Steps on minibatches, each with the gradients of one process."""
+    """Runs steps on minibatches, each of which must give the gradients of one process."""
     wrapped = DistributedDataParallel(Minibatch(model), **options)
     for _ in range(count):
         model.zero_grad()
@@ -117,7 +117,7 @@ def one_call_a_tree() -> None:
 
 
 def without_synchronisation() -> None:
-    """Gradients are collected over two backwards; they lie in the buckets."""
+    """Gradients accumulate in the buckets over two backwards."""
     model = new_model()
     wrapped = DistributedDataParallel(Minibatch(model), gradient_as_bucket_view=True)
     with wrapped.no_sync():
@@ -127,7 +127,7 @@ def without_synchronisation() -> None:
 
 
 def hooks() -> None:
-    """A communication hook sees every bucket once; a parameter's hook its whole gradient once."""
+    """A communication hook gets each bucket once, and a parameter's hook its gradient once."""
     model = new_model()
     wrapped = DistributedDataParallel(Minibatch(model), bucket_cap_mb=0.0001)
     buckets: list[int] = []
@@ -153,7 +153,7 @@ def hooks() -> None:
 
 
 def fsdp() -> None:
-    """The block lies within what is sharded: gathered before it, freed after it."""
+    """The block is inside the sharded module, which gathers before it and frees after it."""
     for reshard in (True, False):
         model = new_model()
         sharded = Minibatch(model)

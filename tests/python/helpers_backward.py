@@ -1,4 +1,4 @@
-"""What the tests of backward share."""
+"""Code that the tests of backward share."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def assert_close(values: Any, expected: Any) -> None:
 
 
 def same(scenario: Callable[[Block], Any]) -> Any:
-    """``scenario(block)`` returns the same with blocks that batch as with blocks that do not."""
+    """Asserts that ``scenario(block)`` returns the same with and without batching."""
 
     def run(enabled: bool) -> Any:
         torch.manual_seed(1)

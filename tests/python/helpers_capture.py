@@ -1,4 +1,4 @@
-"""What the tests of capture share."""
+"""Code that the tests of capture share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def assert_as_eager(program: Callable[[Batch], Any], tolerance: float = 1e-9) -> None:
-    """The program returns the same with batching and without."""
+    """Asserts that the program returns the same with and without batching."""
     outcomes = []
     for enabled in (False, True):
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ def is_pending(tensor: Tensor) -> bool:
 
 
 def works(linear: nn.Linear) -> None:
-    """A block is like any other: the block before has left nothing behind."""
+    """Asserts that the previous block has no effect on the next one."""
     xs = [rand(n, 3) for n in (1, 4, 2)]
     with ab.batch() as scope:
         results = [linear(x).tanh() for x in xs]

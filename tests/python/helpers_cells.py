@@ -1,4 +1,4 @@
-"""What the tests of cells share: programs run twice, with cells in blocks and eagerly."""
+"""Code that the tests of cells share. Programs run twice: with cells in blocks, and eagerly."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LENGTHS = (1, 3, 2, 5, 4, 3, 1, 2)
 
 
 class Counted:
-    """How often a function ran."""
+    """Counts the runs of a function."""
 
     def __init__(self) -> None:
         self.runs = 0
 
 
 class Variant:
-    """How a program runs: its cells are cells and its blocks are blocks, or neither is."""
+    """How a program runs: with cells and blocks, or without both."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -39,7 +39,7 @@ class Variant:
         return self.scopes[-1]
 
     def model(self) -> Cells:
-        """The same each time, its functions cells."""
+        """Returns the same object each time. Its functions are cells."""
         model = Cells()
         model.step = self.cell(model.step)  # type: ignore[method-assign]
         model.word = self.cell(model.word)  # type: ignore[method-assign]
@@ -47,12 +47,12 @@ class Variant:
 
 
 def has_bodies(report: ab.Report) -> bool:
-    """Some cells ran as one node each."""
+    """Asserts that some cells ran as one node each."""
     return any("as one" in row.note for row in report.signatures)
 
 
 def compare_with_eager(program: Callable[[Variant], Any], *, bodies: bool = True) -> None:
-    """The program returns the same tensors in both variants, the cells as one node or not."""
+    """Asserts that the program returns the same tensors in both variants."""
     with_cells, eager = Variant(True), Variant(False)
     torch.testing.assert_close(program(with_cells), program(eager))
     reports = [scope.report() for scope in with_cells.scopes]
@@ -103,7 +103,7 @@ def check_function(
 
 
 def check_body(function: Callable[..., Any], calls: Calls, *, body: bool = True) -> None:
-    """The same, and whether the cells ran as one node each."""
+    """Like the function above. Also checks whether the cells ran as one node each."""
     report = check_function(function, calls, loss=lambda t: t.square().sum())
     assert has_bodies(report) == body, report.signatures
 

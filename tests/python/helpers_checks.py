@@ -1,4 +1,4 @@
-"""Code with checks of values. Pytest rewrites the asserts of a test's file, and not of this."""
+"""Code with checks of values. Pytest rewrites the asserts of test files, but not of this file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class InvalidError(Exception):
-    """Of the tests' own."""
+    """An exception class of the tests."""
 
 
 def positive(x: Tensor, what: str = "x") -> Tensor:
@@ -98,7 +98,7 @@ def with_finally(x: Tensor, done: list[int]) -> Tensor:
 
 
 def all_kinds(h: Tensor, done: list[int]) -> None:
-    """Nothing here catches an error, and each check waits."""
+    """No code here catches an error, so each check waits."""
     under_no_grad(h)
     decorated(h)
     with torch.enable_grad():
@@ -108,7 +108,7 @@ def all_kinds(h: Tensor, done: list[int]) -> None:
 
 
 def read_in_try(x: Tensor, y: Tensor) -> float:
-    """The check fails before the `try`, and is found out in it."""
+    """The check fails before the `try`, and its error is raised inside it."""
     positive(x)
     try:
         return y.sum().item()

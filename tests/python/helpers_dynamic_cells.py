@@ -1,4 +1,4 @@
-"""What the tests of dynamic cells share: functions whose runs are counted, and a comparison."""
+"""Code that the tests of dynamic cells share: functions that count runs, and a comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rows(dtype: torch.dtype = torch.double) -> list[Tensor]:
 
 
 class Counted:
-    """A function, and how often it ran."""
+    """A function that counts its runs."""
 
     def __init__(self, function: Function) -> None:
         self.function = function
@@ -33,7 +33,7 @@ class Counted:
 
 
 def compare(function: Function, calls: list[tuple[Any, ...]], **options: Any) -> tuple[int, str]:
-    """The calls give what they give eagerly. How often the function ran in the block, and why."""
+    """Compares the calls with eager mode. Returns the number of runs in the block, and why."""
     counted = Counted(function)
     cell = ab.cell(counted, dynamic=True)
     with ab.batch(**options) as scope:

@@ -1,4 +1,4 @@
-"""Custom autograd.Functions for tests, and what a report says of them."""
+"""Custom autograd.Functions for tests, and their report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Function(torch.autograd.Function):
-    """With functorch's own rule; gradients that are not the true ones tell who computes them."""
+    """Uses functorch's rule. Its gradients are wrong on purpose."""
 
     generate_vmap_rule = True
 
 
 class Scaled(Function):
-    """Saves an input and a result; has a number beside its tensors."""
+    """Saves an input and a result, and takes a number."""
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Runs a function with ``torch.autograd.grad`` in it eagerly, in a block and in a map."""
+"""Runs a function that calls ``torch.autograd.grad`` eagerly, in a block and in a map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tensor(*sizes: int, seed: int = 0) -> Tensor:
 
 
 def outcome(results: Any, parameters: list[Tensor]) -> list[Any]:
-    """All values, and the gradients of their sum."""
+    """Returns all values, and the gradients of their sum."""
     for p in parameters:
         p.grad = None
     flat = _pytree.tree_leaves(results)
@@ -52,7 +52,7 @@ def agree(
     parameters: list[Tensor],
     captured: int | None = None,
 ) -> ab.Report:
-    """In a block and in a map; `captured`: calls of grad an instance, all in one flush."""
+    """Compares a block and a map with eager. `captured`: calls of grad per instance."""
     expected = outcome([function(x) for x in instances], parameters)
     with ab.batch() as scope:
         found = [function(x) for x in instances]

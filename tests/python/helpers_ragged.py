@@ -37,7 +37,7 @@ def batches(case: Case, lengths: Sequence[int]) -> ab.Report:
 
 
 def check_lengths(case: Case) -> None:
-    """As many batches for four lengths as for one; one row runs with many; so do none."""
+    """Four lengths need as many batches as one. Instances with one row or no rows join."""
     equal, mixed = batches(case, SAME), batches(case, LENGTHS)
     assert not mixed.at_once, mixed
     assert mixed.launches == equal.launches + (not case.one), mixed

@@ -1,4 +1,4 @@
-"""What the tests of rules share."""
+"""Code that the tests of rules share."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def run(
 def check(
     function: Callable[..., Any], *instances: Any, parameters: Sequence[Tensor] = ()
 ) -> ab.Report:
-    """``function(*parameters, *instance)`` gives eager's results and gradients."""
+    """Asserts that ``function(*parameters, *instance)`` gives eager's results and gradients."""
     expected, expected_grads, _ = run(function, instances, parameters, False)
     results, grads, report = run(function, instances, parameters, True)
     assert len(results) == len(expected)
@@ -110,7 +110,7 @@ def rules_of(report: ab.Report) -> dict[str, str]:
 
 
 def raises_as_eager(function: Callable[[], Any]) -> str:
-    """The error of ``function`` in a block is of eager's type, begins as eager's; its message."""
+    """Asserts that the error in a block has eager's type and first words. Returns the message."""
     with pytest.raises((RuntimeError, IndexError, ValueError)) as expected:
         function()
     with pytest.raises(type(expected.value)) as raised, ab.batch():

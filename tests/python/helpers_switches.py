@@ -14,13 +14,13 @@ def names() -> list[str]:
 
 
 def uses(name: str) -> int:
-    """What the optimization has done since the library was loaded: rewrites, or calls taken."""
+    """Returns the number of rewrites, or of captured calls, since the library was loaded."""
     return _C.switches()[name][2]
 
 
 @contextmanager
 def without(*switches: str) -> Iterator[None]:
-    """Turns these off. No block may be open at its begin and end."""
+    """Turns these off. No block may be open at its beginning and end."""
     before = {name: _C.switches()[name][1] for name in switches}
     for name in switches:
         _C.set_switch(name, False)

@@ -1,4 +1,4 @@
-"""Running a function on a thread of its own."""
+"""Runs a function on a separate thread."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ T = TypeVar("T")
 
 
 def in_thread(function: Callable[[], T]) -> T:
-    """What the function returns or raises on another thread."""
+    """Returns the result of the function on another thread, or raises its exception."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()

@@ -1,9 +1,9 @@
-"""Models of other people's packages (``benchmarks/real``) have eager's answers: losses, gradients
-and buffers, in double precision, in blocks and in maps, and eager is what it was afterwards. So has
-the package's own batching, or a ratio to it would compare two different things.
+"""Models of other packages (``benchmarks/real``) match eager mode: losses, gradients and buffers,
+in double precision, in blocks and in maps. Eager results are the same afterwards. The package's own
+batching must match too. Otherwise a ratio to it would be meaningless.
 
-A process a package, since some change what the others see (validation of distributions, for one).
-``make test-real`` installs the packages.
+Each package runs in a separate process, because some packages change global state, such as the
+validation of distributions. ``make test-real`` installs the packages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-// The thread of an Engine. The thread starts requests, runs slices, and reports the ends of
-// requests.
+// The thread of an Engine. The thread starts requests, runs slices, and reports when requests end.
 #include "autobatch/engine.h"
 
 #include "autobatch/autobatch.h"
@@ -24,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 using Ended = std::function<void(const std::exception_ptr&)>;
 
 constexpr std::chrono::seconds kIdle{1};  // idle time after which cached memory is freed
-constexpr int kTurns = 4;  // in this number of turns nearly all queued requests are started
+constexpr int kTurns = 4;  // number of turns in which nearly all queued requests are started
 
 struct Request {
   uint64_t number = 0;
@@ -136,7 +135,8 @@ class EngineLoop {
       cancels_all_ = cancels_all_ || cancel;
       news_.notify_all();
     }
-    // If a request or a callback calls shutdown(), the thread cannot wait for its own end.
+    // If a request or a callback calls shutdown(), the engine's thread cannot wait for itself to
+    // end.
     if (std::this_thread::get_id() == thread_.get_id()) return;
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.join();
@@ -451,13 +451,14 @@ Engine::Engine(const EngineOptions& options) {
               "autobatch::Engine needs fibers, and this library was built without Boost.Context: "
               "install it (Debian's package is libboost-context-dev) and build again.");
   TORCH_CHECK(options.max_live >= 1 && options.max_queue >= 1, "autobatch::Engine: max_live is ",
-              options.max_live, " and max_queue ", options.max_queue, "; expected 1 or more");
+              options.max_live, " and max_queue is ", options.max_queue,
+              "; both must be at least 1");
   TORCH_CHECK(options.max_delay.count() >= 0 && options.slice_time.count() > 0,
-              "autobatch::Engine: max_delay is ", options.max_delay.count(), " ns and slice_time ",
-              options.slice_time.count(),
-              " ns; expected max_delay of at least 0 and slice_time of more than 0");
+              "autobatch::Engine: max_delay is ", options.max_delay.count(),
+              " ns and slice_time is ", options.slice_time.count(),
+              " ns; max_delay must not be negative, and slice_time must be positive");
   TORCH_CHECK(options.stack_size >= kLeastStack, "autobatch::Engine: stack_size is ",
-              options.stack_size, " bytes; a request needs ", kLeastStack, " or more");
+              options.stack_size, " bytes; a request needs at least ", kLeastStack);
   loop_ = std::make_shared<EngineLoop>(options);
   EngineLoop::start(loop_);
 }

@@ -63,7 +63,7 @@ class PartDivider {
     }
   }
 
-  // If a rule keeps state for the batch as a whole, backward must run the whole batch at once.
+  // If a rule keeps state for the batch as a whole, backward must not divide the batch.
   uint32_t count_of_parts(const Level::Part& part) const {
     const BatchRecord& batch = record_.batches[part.batch];
     if (batch.kept != nullptr || !batch.local.empty() || !may_place(part)) return 1;

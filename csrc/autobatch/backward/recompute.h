@@ -54,7 +54,7 @@ class Recompute {
   // The operands of a node. Saved operands may get other content after the node has run, so that
   // eager's formulas read the content that eager would have saved.
   struct Operands {
-    // Replaces the last operand by a copy with the content `as_read`.
+    // Replaces the last operand with a copy that has the content `as_read`.
     void restore_last(const at::Tensor& as_read);
     void overwrite_saved() const;
 

@@ -1,7 +1,7 @@
-// Finds the tensors that eager's autograd saves for an op. This library may keep other tensors than
-// eager. To find eager's tensors, the op runs in a trial, eagerly and on zeros. The trial increases
-// the version counter of a tensor and then runs backward. If eager has saved the tensor, backward
-// raises an error.
+// Finds the tensors that eager's autograd saves for an op. This library may keep different tensors
+// than eager. To find eager's tensors, the op runs in a trial, eagerly and on zeros. The trial
+// increases the version counter of a tensor and then runs backward. If eager has saved the tensor,
+// backward raises an error.
 #pragma once
 
 #include "autobatch/backward/backward.h"

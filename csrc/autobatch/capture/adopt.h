@@ -1,7 +1,7 @@
 // Turns ordinary tensors into pending ones. If `h` is pending and `y` is an ordinary tensor, the
-// write `y += h` would need the value of `h` at once. If only the caller's object refers to `y`, a
-// captured copy of `y` replaces the tensor in this object. After the replacement, the write can be
-// captured.
+// write `y += h` would need the value of `h` immediately. If only the caller's object refers to
+// `y`, a captured copy of `y` replaces the tensor in this object. After the replacement, the write
+// can be captured.
 #pragma once
 
 #include "autobatch/export.h"

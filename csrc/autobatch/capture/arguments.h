@@ -22,7 +22,7 @@ struct Scan {
   bool is_recorded = false;        // CaptureReasons::is_recorded()
   bool weight = false;             // some tensor is in a weight position
   bool plain = true;               // every tensor is plain (is_plain), and captured ops may take it
-  bool sparse = false;             // some tensor has another layout than kStrided
+  bool sparse = false;             // some tensor has a layout other than kStrided
   const char* unusable = nullptr;  // a pending tensor that cannot be an operand, for the report
 };
 
@@ -103,9 +103,9 @@ inline bool has_capture_reasons(const CaptureState& state, at::ArrayRef<c10::IVa
   return reasons.any();
 }
 
-// Whether a call without CaptureReasons may run at once. The call may run at once if
-// ops on ordinary data are not captured (set_captures_data) and no cell or formula is being traced.
-// In addition, no buffer may wait for a captured write (running_statistics.h).
+// Whether a call without CaptureReasons may run eagerly. The call may run eagerly if ops on
+// ordinary data are not captured (set_captures_data) and no cell or formula is being traced. In
+// addition, no buffer may wait for a captured write (running_statistics.h).
 inline bool may_pass(const CaptureState& state) {
   return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());

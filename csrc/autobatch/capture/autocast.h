@@ -1,6 +1,6 @@
 // Implements autocast in a scope. Autocast's own kernels run on pending tensors. The casts and ops
 // that autocast's kernels call are captured like other ops, so that native rules can batch them.
-// Only casts of ordinary tensors run at once. The results of these casts are cached, so that all
+// Only casts of ordinary tensors run eagerly. The results of these casts are cached, so that all
 // instances share one cast of a weight. Autocast's own cache holds only casts of leaves that
 // require grad.
 #pragma once

@@ -21,8 +21,8 @@ namespace autobatch {
 struct CachedCall;
 
 // The words of a CallKey under construction. After a given call, a program usually makes the same
-// next call as last time. The expected next call is named the guess. Each new word is compared with
-// the guess. Until a word differs from the guess, no word is stored, and no look-up is needed.
+// next call as last time. The expected next call is called the guess. Each new word is compared
+// with the guess. Until a word differs from the guess, no word is stored, and no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);
@@ -198,7 +198,7 @@ void CallKey::put(const T& value) {
   } else if constexpr (std::is_integral_v<T> || std::is_enum_v<T>) {
     append_int(words_, static_cast<int64_t>(value));
   } else {
-    static_assert(std::is_same_v<T, std::string_view>, "an argument of a kind without words");
+    static_assert(std::is_same_v<T, std::string_view>, "arguments of this type have no words");
     append_string(words_, value);
   }
 }

@@ -59,7 +59,7 @@ class Call {
     }
     Scan s = scan(info_, scope_.graph(), arguments());
     if (s.unusable != nullptr) {
-      CellTrace::break_off("it uses a tensor of another scope, or a new leaf", info_.name);
+      CellTrace::break_off("it uses a tensor of another scope or a new leaf", info_.name);
       make_real(info_, arguments(), " on ", s.unusable);
       return info_.handle.callBoxed(stack_);  // the arguments' dispatch keys have changed
     }
@@ -90,7 +90,7 @@ class Call {
       case Action::kAtOnce:
         if (!s.pending) {
           if (!makes_constant(info_, arguments())) {
-            CellTrace::break_off("an op in it runs at once", info_.name);
+            CellTrace::break_off("it calls an op that runs eagerly", info_.name);
           }
           return run_as_it_is();
         }
@@ -183,7 +183,7 @@ class Call {
 
   // --- deferring ---
 
-  // Replaces masks with known values by indices. Eager raises the error of an index out of range.
+  // Converts masks with known values to indices. Eager raises the error of an index out of range.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
@@ -213,7 +213,7 @@ class Call {
     if (cached.has_value()) {
       remember(*std::move(cached), recorded);
     } else if (recorded.tensors.size() != 1 || !is_argument(recorded.tensors[0])) {
-      CellTrace::break_off("a call in it cannot be replayed", info_.name);
+      CellTrace::break_off("it makes a call that cannot be replayed", info_.name);
     }
     give(recorded.tensors, recorded.list);
     return true;
@@ -246,7 +246,7 @@ class Call {
                            ? is_known(0)
                            : std::all_of(cached.operands.begin(), cached.operands.end(), is_known);
     if (!key.valid() || !known) {
-      return CellTrace::break_off("a call in it cannot be replayed", info_.name);
+      return CellTrace::break_off("it makes a call that cannot be replayed", info_.name);
     }
     if (CellTrace* trace = CellTrace::current()) trace->add(info_, key, cached, recorded.tensors);
     if (can_be_cached(info_, arguments())) scope_.tables().calls.add(key, std::move(cached));
@@ -304,7 +304,7 @@ class Call {
     const bool is_absolute = info_.view == nullptr || info_.name == "aten::as_strided";
     !is_absolute&& depends_on_geometry
         ? remember(std::move(cached), recorded)
-        : CellTrace::break_off("a view in it cannot be replayed", info_.name);
+        : CellTrace::break_off("it makes a view that cannot be replayed", info_.name);
     give(recorded.tensors, recorded.list);
     return true;
   }
@@ -395,7 +395,7 @@ class Call {
   void at_once(const char* reason) {
     if (reason == kNeedsValues) CellTrace::note_read(info_.name);
     if (!makes_constant(info_, arguments())) {
-      CellTrace::break_off("an op in it is not captured", info_.name);
+      CellTrace::break_off("it calls an op that is not captured", info_.name);
     }
     if (!left_to_eager_ && put_known_values(scope_, info_, stack_)) {
       return named([this] { run_now_recomputed(); });
@@ -426,7 +426,7 @@ class Call {
 
   // Runs the composite kernel on the pending tensors. The ops that it calls are captured.
   void run_composite() {
-    // `.tolist()` calls resolve_conj. The read of the memory that follows dispatches no op.
+    // `.tolist()` calls resolve_conj, and then reads the memory without dispatching an op.
     if (CellTrace::current() != nullptr && info_.name == "aten::resolve_conj" &&
         as_pending(arguments()[0].toTensor()) == nullptr) {
       CellTrace::break_off("it may read a value", info_.name);
@@ -486,7 +486,7 @@ void capture_as(const OpInfo& info, c10::DispatchKeySet keys, Stack* stack) {
   if (FormulaTrace* formula = CaptureState::current().formula) {
     return formula->run(info, keys, stack);
   }
-  CellTrace::break_off("an op in it is not captured", info.name);
+  CellTrace::break_off("it calls an op that is not captured", info.name);
   if (Scope* scope = Scope::current(); scope != nullptr && scope->graph().has_stale()) {
     finish_updates(*scope, info.name, torch::jit::last(*stack, info.num_arguments));
   }

@@ -34,7 +34,7 @@ AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
 // Returns this thread's scope if ops are captured now, else null.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 Scope* capturing_scope(const CaptureState& state);
-// Sets whether ops of this thread run at once although a scope is open. Has no effect without a
+// Sets whether ops of this thread run eagerly although a scope is open. Has no effect without a
 // scope. Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // Sets whether this thread also captures ops whose tensors all come from outside the scope
@@ -50,7 +50,7 @@ AUTOBATCH_INTERNAL bool captures_numbers();
 // Returns this thread's dispatch context (dispatch_context.h) as one word. The dispatch context and
 // the arguments of a call determine how the call is captured.
 AUTOBATCH_INTERNAL uint64_t context_word();
-// Returns this thread's scope if its ops run at once because of `set_eager`, else null.
+// Returns this thread's scope if its ops run eagerly because of `set_eager`, else null.
 Scope* eager_scope(const CaptureState& state);
 // A PyTorch feature that must observe each op when it runs and therefore prevents capture.
 struct Watcher {
@@ -61,7 +61,7 @@ struct Watcher {
 // engine.
 const Watcher* watcher(const CaptureState& state);
 
-// A reason for running an op at once. The reason is a shared constant, because the report compares
+// A reason for running an op eagerly. The reason is a shared constant, because the report compares
 // reasons by address.
 inline constexpr const char* kNeedsValues = "needs values";
 

@@ -105,7 +105,7 @@ at::Scalar number_at(const void* element, at::ScalarType type) {
     AUTOBATCH_NUMBERS(AUTOBATCH_CASE)
 #undef AUTOBATCH_CASE
     default:
-      TORCH_INTERNAL_ASSERT(false, "no number of type ", type);
+      TORCH_INTERNAL_ASSERT(false, "unexpected type of a number: ", type);
   }
 }
 

@@ -113,7 +113,7 @@ void assemble(Scope& scope, Memory& memory) {
   Recorded recorded;
   const bool done =
       record_by(scope, assemble_op(), arguments, *assemble_op().rules.front(), context, recorded);
-  TORCH_INTERNAL_ASSERT(done, "torch_autobatch: written pieces do not fit their memory");
+  TORCH_INTERNAL_ASSERT(done, "torch_autobatch: a written piece does not fit into its memory");
   set_content(memory, as_pending(recorded.tensors[0])->value());
 }
 

@@ -25,11 +25,11 @@ struct KnownValues {
 // result may share memory with the graph's values, so the caller must not write to the result.
 at::Tensor known_value(Scope& scope, const at::Tensor& tensor);
 
-// Replaces the pending arguments of `op` on the stack by their values. Returns false and changes
+// Replaces the pending arguments of `op` on the stack with their values. Returns false and changes
 // nothing if `op` does more than read its arguments, or if a value is not known.
 bool put_known_values(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
-// For ops like `x[indices]`, replaces each known mask by the indices of its true elements, as
+// For ops like `x[indices]`, replaces each known mask with the indices of its true elements, as
 // eager's kernels do. Returns false if a known index is out of range, or if a mask does not have
 // the shape of the dimensions that it indexes. Eager raises an error for such an index or mask.
 bool prepare_indices(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);

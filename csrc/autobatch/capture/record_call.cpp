@@ -92,8 +92,8 @@ void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<Re
   }
 }
 
-// Adds the call's new tensors to the graph, in the order that the key assumes, and takes their
-// gradient edges as ask_gradients does.
+// Adds the call's new tensors to the graph, in the order that the key assumes, and requests
+// their gradient edges, like ask_gradients().
 void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
   const bool needs_grad = std::any_of(cached.results.begin(), cached.results.end(),
                                       [](const ResultMeta& r) { return r.requires_grad; });
@@ -127,7 +127,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
                         : !grad_mode               ? ViewKind::kNoGrad
                         : list && !op.unsafe_split ? ViewKind::kOneOfSeveral
                                                    : ViewKind::kPlain;
-  // The copy of a graph input may have other strides than the graph input, so eager makes the view.
+  // The strides of a copy may differ from the strides of the graph input, so eager makes the view.
   const Value base = graph.value(parent);
   if (base.is_graph_input() && graph.tape().graph_inputs[base.index].is_copy) return false;
   if (op.cuts_gradient) {
@@ -136,7 +136,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // Eager's result is no view. The graph cannot represent that it has no history.
+  // Eager's result is not a view. The graph cannot represent a result without a history.
   if (of_gradient && !grad_mode && op.unsafe_split) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {

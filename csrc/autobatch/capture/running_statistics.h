@@ -25,7 +25,7 @@ struct StatisticsUpdate {
 };
 
 // Captures a call of `op` and sets `result`. Returns false, with nothing changed, if the call has
-// to run at once.
+// to run eagerly.
 bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                        at::Tensor& result);
 

@@ -28,7 +28,7 @@ using torch::jit::Stack;
 // Ops whose kernels fail on zeros, with an error or worse (LAPACK uses a pivot as an index).
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// Ops that would fail with other values than the call's own values. The Meta kernels of these ops
+// Ops that would fail with values other than the values of the call. The Meta kernels of these ops
 // import nothing.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 

@@ -14,9 +14,9 @@ namespace autobatch {
 // sizes might depend on the values, the kernels also run on ones. Meta kernels are used only for
 // large operands, and only if the kernels import nothing. (Most Meta kernels are written in Python,
 // and the first call imports PyTorch's compiler.) Meta kernels also accept arguments that eager
-// rejects, and give other strides than eager. Sets `list` if the op returns one Tensor[]. Returns
-// false if the metadata cannot be inferred, if a result is an argument or a view of one, or if the
-// op raises an error.
+// rejects, and return results with different strides than eager. Sets `list` if the op returns one
+// Tensor[]. Returns false if the metadata cannot be inferred, if a result is an argument or a view
+// of one, or if the op raises an error.
 bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
 // Whether this thread runs an op only to infer the metadata of its results.

@@ -88,7 +88,8 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     } else if (const auto k = static_cast<size_t>(same - outputs_.begin()); k < outputs.size()) {
       outputs.push_back(outputs[k]);  // an output that is returned twice is one tensor object
     } else {
-      TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
+      TORCH_INTERNAL_ASSERT(ids[number] != kNone,
+                            "no step of the cell computes one of its results");
       outputs.push_back(make_pending(graph, ids[number]));
     }
   }
@@ -145,7 +146,7 @@ void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced)
   report.ops = ops, report.views = views;  // counted already in the trace
   for (const uint32_t number : outputs_) {
     if (number < num_inputs || number >= kFirstWeight) continue;
-    TORCH_INTERNAL_ASSERT(ids[number] != kNone, "a cell's body leaves out a result");
+    TORCH_INTERNAL_ASSERT(ids[number] != kNone, "no step of the cell computes one of its results");
     const ValueId before = as_pending(traced[number])->value();
     if (before != ids[number]) graph.move_tensor(before, ids[number]);
   }
@@ -373,7 +374,7 @@ void CellTrace::check_no_read(const std::string& name) const {
   TORCH_CHECK(!has_read_, "torch_autobatch: the cell '", name, "' reads a tensor's value",
               at_site(site_), " (", why_,
               "), so its result may depend on more than its arguments. Return the tensor and read "
-              "its value outside the cell, or do not make a cell of this function.");
+              "its value outside the cell, or do not make this function a cell.");
 }
 
 void raise_different(const std::string& name, const std::string& difference) {

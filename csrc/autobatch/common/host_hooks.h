@@ -39,8 +39,8 @@ class SiteGuard {
 
 // Functions that depend on the host's language.
 struct HostHooks {
-  // Whether the error must end the flush at once (Ctrl-C). After other errors the batch runs again
-  // with fewer members.
+  // Whether the error must end the flush immediately (Ctrl-C). After other errors the batch runs
+  // again with fewer members.
   std::function<bool(const std::exception&)> interrupts;
   // Adds a line to the error that the user will see.
   std::function<void(const std::exception&, const std::string&)> annotate;

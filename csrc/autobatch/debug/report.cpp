@@ -147,7 +147,7 @@ std::string Report::to_string() const {
     out << "  paused x" << p.count << ": "
         << (p.measured ? "eager was measured to be faster" : "few ops could be batched")
         << at(p.site) << ", so about " << p.calls
-        << " later calls ran at once (batch(adaptive=False) always defers ops)\n";
+        << " later calls ran eagerly (batch(adaptive=False) always defers ops)\n";
   }
   if (!pauses.empty()) {
     out << "  hint: if the code reads values, use autobatch.map(function, instances): instances "

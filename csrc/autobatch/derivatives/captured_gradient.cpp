@@ -390,8 +390,8 @@ class Derivation {
       parts.push_back(part_of(gradient, *place, offset));
       zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
     }
-    // Inserts the zeros by autobatch::assemble and not by writes, because reads ignore writes while
-    // derivatives are captured (Graph::RawGuard).
+    // Inserts the zeros with autobatch::assemble instead of writes, because reads ignore writes
+    // while derivatives are captured (Graph::RawGuard).
     using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
     const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
     return add(inputs[0], part_of(rest, g, 0));

@@ -29,8 +29,8 @@ bool is_number(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// Replaces the argument that `input` describes by `tensor`. If the argument is a list, replaces
-// only one element of the list.
+// Sets the argument that `input` describes to `tensor`. If the argument is a list, sets only one
+// element of the list.
 void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor) {
   c10::IValue& argument = arguments[input.argument];
   if (input.element == kNone) {
@@ -284,13 +284,13 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {
         TORCH_CHECK(other.number >= formula_.num_inputs && other.tensor.is_same(tensor),
-                    "memory that has been read is written to");
+                    "it writes to memory that it has read before");
       }
       known.clear();
     }
     add(tensor, number);
   };
-  TORCH_CHECK(result.isTensor() || result.isTensorList(), "a result is no tensor");
+  TORCH_CHECK(result.isTensor() || result.isTensorList(), "a result is not a tensor");
   if (result.isTensor()) return add_result(result.toTensor());
   for (const at::Tensor& tensor : result.toTensorVector()) add_result(tensor);
 }

@@ -45,8 +45,8 @@ struct Formula {
   std::vector<uint32_t> gradients;  // by operand: number of its gradient, or kNone
   std::vector<uint8_t> reads;       // by number of an input: whether a step reads it
 
-  // Calls the steps. Returns a gradient for each operand, which may be undefined. Inputs that no
-  // step reads may be undefined.
+  // Calls the steps. Returns a gradient for each operand. A gradient may be undefined. Inputs that
+  // no step reads may be undefined.
   std::vector<at::Tensor> apply(at::ArrayRef<at::Tensor> inputs) const;
 };
 
@@ -62,8 +62,8 @@ struct FormulaRequest {
 };
 
 // A cache of formulas. A formula is traced once for each combination of sizes. Tracing takes as
-// long as some tens of runs of the op. Without a formula, the call of autograd.grad needs a flush,
-// which takes longer.
+// long as several tens of runs of the op. Without a formula, the call of autograd.grad needs a
+// flush, which takes longer.
 class FormulaTable {
  public:
   // Returns the cached formula, or traces it. Null if the op has no formula.

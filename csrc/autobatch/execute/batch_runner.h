@@ -10,12 +10,12 @@ namespace autobatch {
 struct FlushOptions;
 
 // Runs the batches from `first_batch` on, one after the other. Each batch runs in the dispatch
-// context in which its ops were captured. If a batch fails, its two halves are run separately, and
-// so on down to single members. Therefore all results that do not depend on a failed member are
-// computed. If memory ran out, smaller batches may still succeed. The reported error is the error
-// of the member that failed. Afterwards the record contains only the batches and nodes that ran.
-// The function uses the options `report`, `costs` and `estimate`. The options `costs` and
-// `estimate` receive the times of batches.
+// context in which its ops were captured. If a batch fails, its two halves run separately. Failing
+// halves are halved again, down to single members. Therefore all results that do not depend on a
+// failed member are computed. If memory ran out, smaller batches may still succeed. The reported
+// error is the error of the member that failed. Afterwards the record contains only the batches and
+// nodes that ran. The function uses the options `report`, `costs` and `estimate`. The options
+// `costs` and `estimate` receive the times of batches.
 Failures run_batches(FlushRecord& record, const FlushOptions& options, size_t first_batch);
 
 }  // namespace autobatch

@@ -30,8 +30,8 @@ bool can_be_compacted(const FlushRecord& record);
 // Returns the results that are targets or that targets are views of, sorted and without duplicates.
 std::vector<ValueId> results_of(const Graph& graph, at::ArrayRef<ValueId> targets);
 
-// When an open record is closed, replaces its node and value numbers by the numbers of the tape in
-// `split`.
+// When an open record is closed, replaces its node and value numbers with the numbers of the tape
+// in `split`.
 void renumber(FlushRecord& record, const Split& split);
 
 }  // namespace autobatch

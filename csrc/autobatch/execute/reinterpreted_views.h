@@ -1,5 +1,5 @@
-// Tensors that read the memory of another tensor in another way, as view_as_complex(),
-// view_as_real() and conj() return them.
+// Tensors that interpret the memory of another tensor differently. view_as_complex(),
+// view_as_real() and conj() return such tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// How a tensor reads the memory of another tensor.
+// How a tensor interprets the memory of another tensor.
 struct Reading {
   c10::ScalarType dtype;   // the dtype of the memory, its complex dtype, or its real dtype
   bool conjugate = false;  // the values are the conjugates of the complex numbers in memory

@@ -129,7 +129,7 @@ Fiber* Fiber::suspendable() {
   if (fiber == nullptr || fiber->ending_ || !fiber->turn_kept_by_.empty()) return nullptr;
   if (Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
-  if (CellTrace::current() != nullptr) return nullptr;  // it would record other fibers' ops
+  if (CellTrace::current() != nullptr) return nullptr;  // it would record ops of other fibers
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||
       c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
       !at::functorch::getDynamicLayerStack().empty()) {

@@ -121,7 +121,7 @@ class Fiber {
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
   // Switches to the pool, or directly to the fiber that next_served() returns. Returns when this
-  // fiber is resumed. If the host cannot switch at this point, returns kNot at once.
+  // fiber is resumed. If the host cannot switch at this point, returns kNot immediately.
   virtual Left leave() = 0;
   // Returns the suspended fiber to resume next. The host can switch to this fiber directly: that is
   // one switch instead of two. The returned fiber is marked as resumed. If the result is null, the

@@ -162,7 +162,8 @@ std::unique_ptr<StackFiber> make_stack_fiber(FiberPool& pool, size_t index,
 bool has_stack_fibers() { return false; }
 
 std::unique_ptr<StackFiber> make_stack_fiber(FiberPool&, size_t, std::function<void()>, size_t) {
-  TORCH_CHECK(false, "torch_autobatch: no fibers without Boost.Context");
+  TORCH_CHECK(false,
+              "torch_autobatch: fibers need Boost.Context, and the library was built without it");
 }
 
 #endif

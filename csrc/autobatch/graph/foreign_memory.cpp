@@ -49,16 +49,16 @@ bool is_given_away(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (exported().has(storage)) return true;
   // When memory is given away, PyTorch marks its storage as not resizable and never removes the
-  // mark. Parameters are usually given away only for inspection, all of them at once. The foreign
-  // array holds a reference to the storage. If a parameter's storage has no other reference, the
-  // array is gone, and the parameter is safe again. Marked tensors that do not require grad are
-  // mostly buffers that foreign code continues to use.
+  // mark. Parameters are usually given away only for inspection, and all at the same time. The
+  // foreign array holds a reference to the storage. If a parameter's storage has no other
+  // reference, the array is gone, and the parameter is safe again. Marked tensors that do not
+  // require grad are mostly buffers that foreign code continues to use.
   if (storage.resizable()) return false;
   return !tensor.requires_grad() || storage.use_count() > 1;
 }
 
 // While the graph holds a storage, PyTorch's allocator cannot reuse the memory of the storage.
-// Memory of NumPy, dlpack or a user's pointer can be refilled without an op. Memory that was given
+// Memory of NumPy, DLPack or a user's pointer can be refilled without an op. Memory that was given
 // away can also be refilled without an op.
 bool owns_memory(const at::Tensor& tensor) {
   if (!has_host_memory(tensor.device())) return true;

@@ -1,6 +1,6 @@
 // Foreign memory is memory that code outside PyTorch may write to without an op. PyTorch does not
-// notice writes by code outside PyTorch. Foreign memory belongs to NumPy, dlpack or the user, or is
-// memory of PyTorch that was given to code outside PyTorch ("given away").
+// notice such writes. Foreign memory belongs to NumPy, DLPack or the user, or is memory of PyTorch
+// that was passed to code outside PyTorch ("given away").
 #pragma once
 
 #include "autobatch/export.h"
@@ -12,8 +12,8 @@ namespace autobatch {
 class Graph;
 struct GraphInput;
 
-// Whether foreign code may write to the memory. Returns false if most likely no foreign array
-// shares the memory any more.
+// Whether foreign code may write to the memory. Returns false if it is unlikely that a foreign
+// array still shares the memory.
 bool is_given_away(const at::Tensor& tensor);
 // Whether only ops write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);
@@ -22,7 +22,7 @@ bool owns_memory(const at::Tensor& tensor);
 // memory is given away.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
 // Must be called after the tensor's memory was given away. `unmarked` means that the storage
-// carries no mark (NumPy marks the storage, other ways do not).
+// carries no mark (NumPy marks the storage, other exports do not).
 AUTOBATCH_INTERNAL void note_given_away(const at::Tensor& tensor, bool unmarked);
 
 // Whether the tensor still holds the content of `copy`. On a CPU bits are compared, so NaN equals

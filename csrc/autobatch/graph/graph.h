@@ -32,7 +32,7 @@ using ValueId = uint32_t;
 inline constexpr uint32_t kNone = 0xffffffffu;
 
 // Sizes and strides (in elements) of a strided tensor. Geometries are interned: two values have the
-// same geometry exactly if the pointers are equal. The GeometryTable owns its geometries.
+// same geometry if and only if the pointers are equal. The GeometryTable owns its geometries.
 struct Geometry {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
@@ -491,7 +491,7 @@ class Graph {
   uint32_t next_trained_ = 0;  // number of the next graph input that requires grad
   uint64_t numbering_ = 0;
   uint16_t last_call_ = 0;
-  uint64_t renumbered_ = 0;  // makes identities differ from the ones of former numberings
+  uint64_t renumbered_ = 0;  // makes identities differ from those of earlier numberings
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> graph_input_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
   std::unordered_set<const c10::StorageImpl*> stale_;

@@ -145,11 +145,11 @@ constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
 
-// Ops that copy memory which their result shares in eager mode.
+// Ops whose results share memory with an argument in eager mode, and which copy this memory here.
 constexpr std::string_view kReinterpreting[] = {"autobatch::as_complex", "autobatch::as_real",
                                                 "autobatch::conjugate"};
 
-// Ops that behave in another way if the argument is a result of `_conj`.
+// Ops that behave differently if the argument is a result of `_conj`.
 constexpr std::string_view kSeesConjugate[] = {"aten::is_conj", "aten::real",
                                                "aten::imag",    "aten::view_as_real",
                                                "aten::_conj",   "aten::_neg_view"};
@@ -158,7 +158,7 @@ constexpr std::string_view kSeesConjugate[] = {"aten::is_conj", "aten::real",
 constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
                                           "aten::_is_any_true"};
 
-// In-place ops for which autograd has other formulas than for their functional counterparts.
+// In-place ops whose autograd formulas differ from those of their functional counterparts.
 constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
     {"aten::acosh_", InPlaceFormula::kNone},
     {"aten::asinh_", InPlaceFormula::kNone},

@@ -21,7 +21,7 @@ enum class Action : uint8_t {
   kView,      // address arithmetic on a pending tensor
   kMetadata,  // reads sizes or types only: runs on the pending tensor without a flush
   // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. If the result is not
-  // plain, the op runs at once, with a stand-in for a pending argument.
+  // plain, the op runs eagerly, with a stand-in for a pending argument.
   kFactory,
   // Composite op that may return its argument, or that calls ops with native rules: the ops that it
   // calls are captured.
@@ -33,7 +33,7 @@ enum class Action : uint8_t {
   kMutate,
 };
 
-// The values that an op writes, to its argument 0 if nothing else is said.
+// The values that an op writes. Unless stated otherwise, the op writes to its argument 0.
 enum class WriteKind : uint8_t {
   kNone,     // not deferred: writes to other memory too, or has no functional counterpart
   kZero,     // zeros
@@ -80,11 +80,11 @@ struct OpInfo {
   bool cuts_gradient = false;   // `detach`: the result requires no grad
   bool reinterprets = false;    // copies memory that its result shares in eager (shared_memory.h)
   bool conjugates = false;      // `autobatch::conjugate`, which stands for `_conj`
-  bool sees_conjugate = false;  // behaves in another way if its argument is a result of `_conj`
+  bool sees_conjugate = false;  // behaves differently if its argument is a result of `_conj`
   bool unsafe_split = false;    // `unsafe_split` etc.: autograd does not treat results as views
   bool integral_only = false;   // eager raises an error for floating-point tensors
   bool always_defer = false;    // worth batching even on ordinary tensors
-  bool is_verdict = false;  // one bool of a whole tensor, usually read at once: not worth a flush
+  bool is_verdict = false;      // one bool of a whole tensor, usually read soon: not worth a flush
   bool random = false;
   bool composite = false;       // its kernel only calls other ops
   bool decomposes = false;      // if it cannot be captured, the ops that it calls can

@@ -1,9 +1,9 @@
-// Views that read the memory of their base in another way: view_as_complex(), view_as_real() and
-// conj(). In a graph, all values of one memory are read alike. So a node copies the memory
-// (rules/complex_views.cpp), and its result is a memory of its own until the flush. Then the
-// tensors on both memories get one memory again (execute/materialize.cpp). A write reaches all
-// tensors that are real, but no values of the graph. So all tensors on such memories become real
-// together, and before a write to them.
+// Views that interpret the memory of their base differently: view_as_complex(), view_as_real() and
+// conj(). In a graph, all values of one base have the same interpretation. So a node copies the
+// memory (rules/complex_views.cpp). At the flush, the tensors of the copy get the memory of the
+// original (execute/materialize.cpp). A write to shared memory changes real tensors, but not values
+// of the graph. So all tensors that share memory become real together, before any write to one of
+// them.
 #pragma once
 
 #include "autobatch/export.h"
@@ -12,7 +12,7 @@
 namespace autobatch {
 
 // Fills in Tape::sharers, which maps a base to the results that share its memory in eager mode.
-// Must be called after the tape was made of `from` with other numbers.
+// Must be called after the tape was made from `from` with different numbers.
 void find_sharers(Tape& tape, const Tape& from);
 
 // If `base` is the result of an op with OpInfo::reinterprets, returns the op's operand. Otherwise
@@ -31,7 +31,7 @@ AUTOBATCH_INTERNAL bool share_memory(const at::Tensor& a, const at::Tensor& b);
 
 // Whether pending tensors stand for a result that shares the memory of `base`.
 bool is_shared(const Tape& tape, ValueId base);
-// The same for any base.
+// Like is_shared(), but for any base.
 bool has_shared_memory(const Tape& tape);
 
 }  // namespace autobatch

@@ -51,7 +51,7 @@ struct Signature {
   uint64_t weight_slots = 0;           // bit s: operand s is a weight, the same for all nodes
   uint32_t variadic = kNone;           // list argument whose length is not in the key, if any
   std::vector<ResultMeta> results;     // inferred once (generic rules only)
-  bool returns_list = false;           // the op's one return is a Tensor[] of all its results
+  bool returns_list = false;           // the op has one return, a Tensor[] of all its results
   std::string site;                    // line of user code that first captured it in `scope`
   uint64_t position = 0;               // position within that line (Place::position)
   uint64_t scope = 0;                  // id of the last scope that captured it

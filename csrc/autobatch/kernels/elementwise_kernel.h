@@ -43,8 +43,8 @@ V select(const V& mask, const V& a, const V& b) {
   return V::blendv(b, a, mask);
 }
 
-// Computes tanh with an error of at most two units in the last place. Takes less than half of the
-// time of Sleef's tanh. The polynomial is from Moshier's Cephes library.
+// Computes tanh with an error of at most two units in the last place. Takes less than half the time
+// of Sleef's tanh. The polynomial is from Moshier's Cephes library.
 inline at::vec::Vectorized<float> tanh(const at::vec::Vectorized<float>& a) {
   using V = at::vec::Vectorized<float>;
   using at::vec::fmadd;

@@ -14,7 +14,7 @@ struct Signature;
 // Two objects of this class are used in a flush. One is for the copies of all tensors, and is
 // dropped after the flush, or after a level of backward. The other one belongs to the scope, and
 // has the copies of weights whose changes are noticed (keep()). In a scope with many flushes, such
-// as a map with reads or an engine, each flush has few rows, and a copy pays only for several
+// as a map with reads or an engine, each flush has few rows, and a copy pays off only over several
 // flushes.
 class WeightCopies {
  public:
@@ -39,12 +39,12 @@ class WeightCopies {
   // --- copies that are kept for later flushes ---
 
   // Whether copies of this weight may be kept. A write to the weight must change its version
-  // counter, or must be reported by forget(). So no other tensor may use the storage: the weight
-  // may be a part of a flat buffer, which has its own version counter. `num_views`: number of
-  // tensors over the storage that the caller has made.
+  // counter, or must be reported by forget(). So no other tensor may use the storage. For example,
+  // a weight that is part of a flat buffer is excluded, because the buffer has its own version
+  // counter. `num_views`: number of tensors over the storage that the caller has made.
   bool keep(const GraphInput& weight, size_t num_views);
   // Drops the copies if a weight was written to, or if they take too much memory. Must be called at
-  // the begin of a flush.
+  // the beginning of a flush.
   void drop_changed();
   // Drops the copies if a weight has this memory, which will be written to.
   void forget(const at::Tensor& written);

@@ -38,7 +38,7 @@ constexpr int64_t kGrain = 1 << 15;
   AT_DISPATCH_V2(TYPE, NAME, AT_WRAP(__VA_ARGS__), AT_EXPAND(AT_FLOATING_TYPES), \
                  AT_EXPAND(AT_COMPLEX_TYPES), at::kHalf, at::kBFloat16)
 
-// Calls visit(s, first row of s) for each segment, on several threads if there is much to do.
+// Calls visit(s, first row of s) for each segment, on several threads if there are many elements.
 template <class Visit>
 void for_each_segment(const Counts& counts, int64_t inner, const Visit& visit) {
   const auto segments = static_cast<int64_t>(counts.size());
@@ -153,7 +153,7 @@ void extreme_on_device(const Tensor& rows, const Counts& counts, bool largest, T
   const auto n = static_cast<int64_t>(counts.size());
   if (n == 0 || rows.size(1) == 0) return;
   const auto [shortest, longest] = std::ranges::minmax(counts);
-  TORCH_INTERNAL_ASSERT(shortest > 0, "no extreme of no rows");
+  TORCH_INTERNAL_ASSERT(shortest > 0, "a segment without rows has no maximum or minimum");
   std::vector<int64_t> places;
   int64_t start = 0;
   for (int64_t count : counts) {
@@ -323,7 +323,7 @@ void segment_extreme(const Tensor& rows, const Counts& counts, bool largest, Ten
         const scalar_t* x = row + (start + r) * inner;
         for (int64_t i = 0; i < inner; ++i) {
           const bool better = largest ? !(x[i] <= best[i]) : !(x[i] >= best[i]);
-          const bool settled = best[i] != best[i];  // the first NaN stays
+          const bool settled = best[i] != best[i];  // keeps the first NaN
           best[i] = better && !settled ? x[i] : best[i];
           where[i] = better && !settled ? r : where[i];
         }

@@ -52,7 +52,7 @@ struct Limits {
   int64_t rows;         // of x
   int64_t turned_rows;  // of x, if the matrix is column-major and is used once
   int64_t factor_rows;  // of both factors of a weight's gradient
-  int64_t each_rows;    // of an x that multiplies many matrices
+  int64_t each_rows;    // of x, if one call computes many products
   int64_t lanes;        // floats of a vector
 };
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();

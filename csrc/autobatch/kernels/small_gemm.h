@@ -1,8 +1,8 @@
 // Multiplies rows by a matrix, in float. CPUs with AVX-512 use the microkernel that oneDNN has for
 // blocks of a matrix (through ATen's cpublas::brgemm). CPUs with AVX2 use a kernel of this library
 // (small_gemm_kernel.h). Both kernels read the matrix in place, but a BLAS packs the matrix first.
-// If a batch has some tens of rows, packing takes the same time as the product. Products that no
-// kernel supports go to at::mm.
+// If a batch has a few tens of rows, packing takes as long as the product. Products that no kernel
+// supports go to at::mm.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"

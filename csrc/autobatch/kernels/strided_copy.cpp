@@ -103,7 +103,7 @@ void copy_strided(const char* from, const Geometry& g, char* out, int64_t item) 
     case 8:
       return copy_planes<8>(from, out, dims);
     default:
-      TORCH_INTERNAL_ASSERT(item == 16, "an element of ", item, " bytes");
+      TORCH_INTERNAL_ASSERT(item == 16, "unsupported element size: ", item, " bytes");
       return copy_planes<16>(from, out, dims);
   }
 }

@@ -220,8 +220,8 @@ class Eliminator {
     tape_.uses[last].next = std::exchange(to, std::exchange(from, kNone));
   }
 
-  // Gives the products with shared matrices signatures of their own, if each matrix has many
-  // readers. The matrices of a signature are numbered, so that the number of signatures is bounded.
+  // Gives the products with shared matrices separate signatures, if each matrix has many readers.
+  // The matrices of a signature are numbered, so that the number of signatures is bounded.
   void mark_readers() {
     struct Matrix {
       uint32_t readers = 0, number = 0;

@@ -2,7 +2,7 @@
 // each example: weight normalization, a softmax over weights, the product of two low-rank factors,
 // a relative position bias. The pass keeps one of the equal nodes and removes the others. Ops that
 // read a removed node then read the kept node. So all examples share one matrix, as in hand-batched
-// code, and a rule can multiply all examples by it at once.
+// code, and a rule can multiply all examples by it in one product.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -14,8 +14,8 @@ namespace autobatch {
 // operands are the same regions of graph inputs or of results of equal nodes. The results of a
 // removed node become views of the results of the remaining node. A node stays if the user holds a
 // result, if a later flush reads a result, or if the op is random. Products and convolutions by a
-// remaining node (Rule::gains_if_shared) get a signature of their own, so that all members of a
-// batch read one matrix (BatchView::shared). Does not update `graph`. Returns the number of removed
+// remaining node (Rule::gains_if_shared) get a separate signature, so that all members of a batch
+// read one matrix (BatchView::shared). Does not update `graph`. Returns the number of removed
 // nodes.
 size_t eliminate_common_subexpressions(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 

@@ -56,8 +56,8 @@ class DeferredChecks {
 
   // Evaluates the checks whose values have been computed. Checks that pass are removed, with the
   // objects that they keep. Returns true if any check was removed. `find` returns the memory of a
-  // value whose tensor is still pending. `cause_of` returns the exception because of which a tensor
-  // was lost.
+  // value whose tensor is still pending. `cause_of` returns the exception that caused the loss of a
+  // tensor.
   using Find = std::function<std::optional<Region>(const PendingTensor&)>;
   using CauseOf = std::function<std::exception_ptr(const PendingTensor&)>;
   bool settle(const Find& find, const CauseOf& cause_of);

@@ -70,7 +70,7 @@ class CatMatmulFuser {
   // Whether the `cat` joins computed matrices along the rows, in a layout that the kernel reads.
   // All matrices must have the same number of rows, because kernels are compiled for that number.
   // Graph inputs are excluded, because user code may write to their memory before backward. In
-  // eager such a write is no error, because `cat` makes a copy.
+  // eager such a write is not an error, because `cat` makes a copy.
   bool joins_rows(NodeId cat) const {
     const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
     if (dim != 0 && dim != -2) return false;

@@ -23,7 +23,7 @@ struct Sibling {
 // the weight and bias (if any) of each sibling.
 std::shared_ptr<const Rule> make_siblings_rule(std::vector<Sibling> siblings, int64_t k);
 
-// Replaces each group of sibling products by one node. Subgraph::captured then holds the original
+// Replaces each group of sibling products with one node. Subgraph::captured then holds the original
 // tape. Returns the number of groups.
 size_t fuse_shared_input_linear(Subgraph& subgraph, GeometryTable& geometries);
 

@@ -173,8 +173,8 @@ class SumFuser {
 
   const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
 
-  // Whether all terms are rows of one matrix, looked up by nodes of one signature, and nothing else
-  // reads them.
+  // Whether all terms are rows of one matrix that nodes of one signature look up, and have no other
+  // reader.
   bool are_lookups(const Node& root) {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {

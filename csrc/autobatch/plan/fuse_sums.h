@@ -9,7 +9,7 @@
 
 namespace autobatch {
 
-// Runs before scheduling. Replaces additions of tensors of one shape and dtype by a sum of all
+// Runs before scheduling. Replaces additions of tensors of one shape and dtype with a sum of all
 // terms. The user must not hold the intermediate results, and only the additions may read them. If
 // the terms are embedding lookups in one matrix, and nothing else reads their results, the lookups
 // become part of the sum. Does not update `graph`. Returns the number of sums.

@@ -18,7 +18,7 @@ struct GraphPass {
   Switch on;
   // Returns the number of rewrites.
   size_t (*run)(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
-  bool needs_rebuild;  // the graph is built again
+  bool needs_rebuild;  // the graph is rebuilt
 };
 GraphPass graph_passes[] = {
     {{Switch::Kind::kPass, "fuse_sums"},

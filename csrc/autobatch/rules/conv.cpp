@@ -1,8 +1,8 @@
 // Convolutions. If all instances have one weight, instances of one size, [C, ..] or [N, C, ..], run
 // as one call over the batch dimension. Sequences of different lengths also run as one call. For
 // this call, the sequences are copied into one buffer, each with its padding. Results whose window
-// covers parts of two sequences are dropped. If instances have weights of their own, instances of
-// one size run as one call with a group of channels for each instance.
+// covers parts of two sequences are dropped. If each instance has its own weight, instances of one
+// size run as one call with a group of channels for each instance.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -297,7 +297,7 @@ class ConvolutionRule final : public Rule {
     return merged(stacked_of(batch, kInput, members)).contiguous();
   }
 
-  // --- instances with weights of their own: the channels of each instance are a group ---
+  // --- a separate weight for each instance: the channels of each instance are a group ---
 
   static bool has_one_weight(BatchView& batch) {
     return batch.shared(kWeight) && (!batch.given(kBias) || batch.shared(kBias));

@@ -140,8 +140,8 @@ Tensor product(Arguments arguments) {
 
 // --- ops with a tensor without dimensions ---
 
-// add(x, y, ..) etc., where y has no dimensions and another dtype than x: y does not decide the
-// dtype of the result.
+// add(x, y, ..) etc., where y has no dimensions and a different dtype. The dtype of y does not
+// affect the dtype of the result.
 bool covers_number_operand(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1], 0)) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -344,7 +344,7 @@ Tensor pool(Arguments arguments) {
   if (dims == 1) return transposed ? result.mT() : result;
   at::DimVector sizes(arguments[0].toTensor().sizes());
   std::fill_n(sizes.end() - dims, dims, 1);
-  return at::_unsafe_view(result, sizes);  // to autograd, the result is no view
+  return at::_unsafe_view(result, sizes);  // to autograd, the result is not a view
 }
 
 // --- gated linear units ---

@@ -112,8 +112,8 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
-  // Checks the layout only if there is no reduction, because only then the result's strides follow
-  // from the layout.
+  // Checks the layout only if there is no reduction, because only then do the result's strides
+  // follow from the layout.
   bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
     const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;

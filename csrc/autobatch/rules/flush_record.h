@@ -107,7 +107,7 @@ struct BackwardTask {
   std::vector<at::Tensor> graph_input_grads;  // by graph input; 1-D, undefined until used
   std::vector<at::Tensor> export_grads;       // by export; 1-D, undefined until used
   // By export: a zero-filled view that becomes the entry in `export_grads`. The views for all
-  // exports of a level are created at once.
+  // exports of a level that have the same dtype and device share one allocation.
   std::vector<at::Tensor> export_zeros;
   std::vector<Arrived> arrived;     // gradients that are not yet added to `grads`
   std::vector<uint8_t> level_done;  // by level: whether it has been run
@@ -160,8 +160,8 @@ struct FlushRecord {
   std::vector<uint8_t> is_divided;
   std::vector<NodeId> level_order;  // `order` regrouped by level
   std::vector<Level> levels;
-  std::vector<LevelExport> exports;      // of all levels
-  GeometryTable element_map_geometries;  // geometries of element_map() that no value has
+  std::vector<LevelExport> exports;                     // of all levels
+  GeometryTable element_map_geometries;                 // geometries that only element_map() uses
   std::unordered_map<uint64_t, uint32_t> export_index;  // by export_key
 
   std::mutex mutex;

@@ -69,7 +69,7 @@ bool is_broadcast(BatchView& batch, size_t slot) {
 }
 
 // Returns the operand, stacked or unchanged. An operand that aliases the memory of a graph input
-// gets the graph input's version counter, because functorch's call may save other tensors than
+// gets the graph input's version counter, because functorch's call may save different tensors than
 // eager's call.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
   const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);

@@ -22,7 +22,7 @@ namespace {
 using at::Tensor;
 
 // Members that are padded to `longest` rows, the largest number of rows of any member. Each member
-// has more than longest / 2 rows of its own.
+// has more than longest / 2 rows without the padding.
 struct Padded {
   Members members;
   std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch

@@ -13,7 +13,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// While an object of this class exists, it replaces any gradient that reaches the tensor by
+// While an object of this class exists, any gradient that reaches the tensor is replaced with
 // `gradient`.
 class WholeGradient {
  public:

@@ -148,7 +148,7 @@ Results run_in(const Dims& order, const OpInfo& op, Arguments arguments) {
     if (!keeps) continue;
     at::DimVector sizes(x.sizes());
     for (int64_t d : dims) sizes[d] = 1;
-    result = at::_unsafe_view(result, sizes);  // to autograd, the result is no view
+    result = at::_unsafe_view(result, sizes);  // to autograd, the result is not a view
   }
   return results;
 }

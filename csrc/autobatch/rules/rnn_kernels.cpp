@@ -133,7 +133,7 @@ void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const
   });
 }
 
-// Replaces `gh` by the part of the gradient that reaches the former h directly, not through the
+// Reduces `gh` to the part of the gradient that reaches the previous h directly, not through the
 // gates.
 template <class T>
 void gru_backward(const Trace& trace, const Tensor& gh, const Tensor& from_x,

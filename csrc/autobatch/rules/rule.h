@@ -66,7 +66,7 @@ class Rule {
     (void)k, (void)slot;
     return true;
   }
-  // Returns the op as a step of an elementwise program, or nothing if it cannot be such a step.
+  // Returns the op as a step of an elementwise program, or nullopt if it cannot be such a step.
   virtual std::optional<ElementwiseOp> elementwise(const Signature& signature) const {
     (void)signature;
     return {};
@@ -129,7 +129,7 @@ class Rule {
 
 // The rule of `cat`.
 const Rule& cat_rule();
-// Runs a batch as one call under functorch's batching rules; falls back to the loop.
+// Runs a batch as one call under functorch's batching rules; falls back to loop_rule().
 const Rule& functorch_rule();
 // Runs a batch as one call per member.
 const Rule& loop_rule();

@@ -53,8 +53,8 @@ bool is_fill(const ScatterOp& entry) {
 // Whether eager's result has the strides of x. The results of the other ops are row-major.
 bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
 
-// Whether a source of other sizes than the lookups is valid. index_put expands such a source, and
-// scatter reads only its first part.
+// Whether a source whose sizes differ from those of the lookups is valid. index_put expands such a
+// source, and scatter reads only its first part.
 bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
   if (entry.in_list) {
     return at::is_expandable_to(source, sizes) && c10::multiply_integers(source) != 0;

@@ -114,7 +114,7 @@ Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& 
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
   // Eager's `max()` fills in zeros, except on CUDA. All other calls multiply by the mask in eager,
-  // which gives another result for an infinite gradient.
+  // which gives a different result for an infinite gradient.
   return with_nan && !multiplies_by_masks(x.device())
              ? at::where(is, shares, at::zeros({}, shares.options()))
              : shares * is;
@@ -335,7 +335,7 @@ class SegmentRule final : public Rule {
     if (!builder.is_tensor(0)) return false;
     const Value x = builder.operand(0);
     const Geometry& g = *x.geometry;
-    // Eager supports at most 64 dimensions.
+    // Eager mode supports at most 64 dimensions.
     if (!takes(x.dtype) || !keeps(builder, x) || g.dim() > 64) return false;
     const std::optional<Range> range = range_of(builder.arguments(), g.dim());
     if (!range.has_value() || range->inner(g) == 0) return false;

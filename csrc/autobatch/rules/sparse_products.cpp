@@ -183,8 +183,8 @@ class SparseProductRule final : public Rule {
   static void multiply_on_device(const BatchView& batch, const Tensor& indices,
                                  const Tensor& values, const Tensor& x, bool transposed,
                                  Tensor& out) {
-    // The positions of the members' row indices in `indices`, the number of entries by which the
-    // column index of an entry follows its row index, and each member's first rows.
+    // The positions of the members' row indices in `indices`, the distance from the row index of an
+    // entry to its column index, and each member's first rows.
     std::vector<int64_t> positions, distances, result_starts, dense_starts;
     int64_t start = 0, result_start = 0, dense_start = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {

@@ -283,7 +283,7 @@ Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
 namespace {
 
 // Uses the sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, as a
-// heuristic. The heuristic walks from the sinks backwards. If the result is above the lower bound,
+// heuristic. The heuristic walks backwards from the sinks. If the result is above the lower bound,
 // it also walks from the sources.
 class FrontierPolicy final : public Policy {
  public:

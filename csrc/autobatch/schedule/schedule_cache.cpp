@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kMostBytes = size_t{1} << 23;  // of all cached schedules: some 300,000 nodes
+constexpr size_t kMostBytes = size_t{1} << 23;  // of all cached schedules: about 300,000 nodes
 
 // Computes four chains side by side, because each step of a chain waits for the step before it.
 uint64_t hash_of(std::span<const uint32_t> words, uint64_t start) {

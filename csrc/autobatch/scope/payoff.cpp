@@ -101,7 +101,7 @@ bool Scope::may_pause() const {
 }
 
 void Scope::pause(uint64_t calls) {
-  weight_copies_.clear();  // writes are not seen while the scope is paused
+  weight_copies_.clear();  // writes are not observed while the scope is paused
   CaptureState& state = CaptureState::current();
   state.scope = nullptr;
   state.paused = this;
@@ -141,7 +141,7 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
 
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
-  if (depth_ != 1) return is_eager_;  // like the enclosing block
+  if (depth_ != 1) return is_eager_;  // as in the enclosing block
   // The history is null if map was not called from the program's own code
   // (`threading.Thread(target=ab.map, ...)`).
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;

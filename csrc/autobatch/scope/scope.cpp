@@ -88,7 +88,7 @@ void stop_capturing() {
 
 void check_may_flush(const Scope& scope, const std::string& reason) {
   TORCH_CHECK(capture_state.may_flush || capture_state.scope != &scope,
-              "torch_autobatch: no flush may be made now: ", reason);
+              "torch_autobatch: a flush is not allowed here: ", reason);
 }
 
 }  // namespace
@@ -337,8 +337,8 @@ void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options
 // the garbage collector or a custom op.
 void Scope::check_not_lent() const {
   TORCH_CHECK(!graph_->is_lent(),
-              "torch_autobatch: code that runs within a flush (__del__, or a custom op) read a "
-              "tensor whose value is not computed yet");
+              "torch_autobatch: code that runs during a flush (a __del__ method or a custom op) "
+              "read a tensor whose value has not been computed yet");
 }
 
 bool Scope::is_constant(const at::Tensor& tensor) const {

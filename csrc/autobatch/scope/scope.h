@@ -175,7 +175,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // the same number again.
   int unlock() { return mutex_.unlock_all(); }
   void lock(int times);
-  // Returns the error because of which the tensor was lost. Returns null if the error was not kept
+  // Returns the error that caused the loss of the tensor. Returns null if the error was not kept
   // (see LossesKept).
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
   // Drops the kept errors, for a scope that stays open for long and no longer needs these errors.
@@ -184,8 +184,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   bool is_full() const;
   // If nothing is pending, pauses the scope for this many calls, or until `resume`.
   void pause_for(uint64_t calls);
-  // While an instance of this class exists, the scope keeps the errors because of which tensors
-  // were lost (loss_of). The errors are not kept longer, because an error may hold the stack frames
+  // While an instance of this class exists, the scope keeps the errors that caused the loss of
+  // tensors (loss_of). The errors are not kept longer, because an error may hold the stack frames
   // that it passed through.
   class LossesKept {
    public:
@@ -214,7 +214,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
-  // Adds an op that runs at once to the report, with the running line of code. The report
+  // Adds an op that runs eagerly to the report, with the running line of code. The report
   // identifies `op` and `reason` by their addresses.
   AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
   // Keeps the object alive until everything that is pending now has run.
@@ -236,7 +236,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
  private:
   FlushOptions flush_options(const std::string& reason);
-  // Returns the tensors that still need a flush. Tensors that need no flush are created at once.
+  // Returns the tensors that still need a flush. Tensors that need no flush are created
+  // immediately.
   using Waiting = c10::SmallVector<PendingTensor*, 4>;
   Waiting still_waiting(at::ArrayRef<PendingTensor*> tensors, bool values_only);
   C10_NOINLINE void compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string& reason,

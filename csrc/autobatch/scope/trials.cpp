@@ -15,14 +15,14 @@ constexpr uint32_t kLonger = 4;       // factor by which the wait grows from est
 constexpr double kMargin = 0.97;    // above this ratio of eager to deferred time, deferring is kept
 constexpr double kClear = 0.85;     // up to this ratio, two blocks of each kind are enough
 constexpr double kLost = 1.15;      // above this ratio, one eager block is enough
-constexpr double kOther = 2;        // a block whose time differs by this factor does other work
+constexpr double kOther = 2;        // a block whose time differs by this factor runs different code
 constexpr double kSure = 0.9;       // a block whose ops take a larger share of its time is deferred
-constexpr Seconds kShortest{4e-4};  // a shorter block is not worth a trial
-constexpr uint32_t kOften = 7;      // blocks shorter than kLong between two identified ones
-constexpr Seconds kLong{4e-3};      // a block so long that computing its identity costs below 1 %
-constexpr uint32_t kChanging = 8;   // new identities in a row after which only needed ones count
-constexpr size_t kMostOthers = 8;   // models of one place that are remembered, besides the last one
-constexpr uint32_t kForget = 64;    // blocks of one model after which the others are forgotten
+constexpr Seconds kShortest{4e-4};  // shorter blocks have no trials
+constexpr uint32_t kOften = 7;      // blocks shorter than kLong until the next identity is computed
+constexpr Seconds kLong{4e-3};      // for longer blocks, computing the identity costs below 1 %
+constexpr uint32_t kChanging = 8;   // after so many new identities in a row, only needed ones count
+constexpr size_t kMostOthers = 8;   // models remembered for one place, besides the last one
+constexpr uint32_t kForget = 64;    // after so many blocks of one model, others are forgotten
 
 }  // namespace
 
@@ -31,9 +31,9 @@ double Trials::Times::least() const {
 }
 
 // Computing the identity takes a considerable part of the time of a short block. Therefore the
-// identity of short blocks is computed only if a block may run eagerly, and now and then to notice
+// identity of short blocks is computed only if a block may run eagerly, and occasionally to detect
 // another model. Some programs have another identity in each block, for example because each block
-// makes a new model. An identity is of no use there.
+// makes a new model. An identity is useless for such programs.
 bool Trials::needs_identity() {
   if (took_ >= kShortest && unknown_ < kChanging) {
     if (took_ >= kLong || unasked_ >= kOften) return true;
@@ -130,7 +130,7 @@ void Trials::decide() {
   if (known_.eager.size() == 0 || known_.deferred.size() == 0) return;
   const double ratio = known_.eager.least() / known_.deferred.least();
   // A long time between blocks may be due to an evaluation or a checkpoint. In this case a second
-  // eager block is measured.
+  // eager block is timed.
   const bool may_be_other_work =
       by_period_ && known_.eager.size() == 1 &&
       known_.eager.least() - known_.eager_block > known_.deferred.least();

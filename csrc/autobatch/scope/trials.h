@@ -1,7 +1,7 @@
 // Measures whether the blocks of one place are faster deferred or eager. By default blocks are
 // deferred. If the estimated eager time of a block's ops is shorter than the time of the whole
 // block, one block runs eagerly. If the eager block is faster, further blocks run alternately eager
-// and deferred. Later blocks run in the faster way, and the other way is tried again from time to
+// and deferred. Later blocks run in the faster mode, and the other mode is tried again from time to
 // time. The choice affects results only in their rounding. One place may open blocks of many models
 // in any order, so the times of the last few models are kept.
 #pragma once

@@ -112,7 +112,8 @@ Derivative derivative(const ElementwiseOp& op, size_t slot) {
     break;  // an op that only backward uses
 #include "autobatch/kernels/elementwise_ops.inc"
   }
-  TORCH_INTERNAL_ASSERT(false, "no derivative of elementwise op ", static_cast<int>(op.code));
+  TORCH_INTERNAL_ASSERT(false, "no derivative is defined for elementwise op ",
+                        static_cast<int>(op.code));
 }
 
 // --- programs ---

@@ -89,7 +89,7 @@ inline constexpr size_t kMostResults = 7;
 
 std::shared_ptr<const Rule> make_subgraph_rule(Subgraph subgraph);
 
-// Replaces a subgraph's node by the ops of the subgraph if the user holds a result from which
+// Replaces a subgraph's node with the ops of the subgraph if the user holds a result from which
 // another result is computed. As in eager, the gradient of the other result must pass through the
 // result that the user holds. `record` contains the results that were computed before. The function
 // updates the numbers of the split's nodes and values in the record.

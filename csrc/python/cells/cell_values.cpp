@@ -199,8 +199,8 @@ bool CellInputs::add_object(PyObject* object) {
     PyErr_Format(
         PyExc_TypeError,
         "torch_autobatch: a cell got an argument of type '%.200s', which is not hashable. "
-        "Arguments are tensors, in tuples, lists, dicts, named tuples and dataclasses, and "
-        "hashable objects.",
+        "Arguments must be hashable objects, tensors, or tuples, lists, dicts, named tuples "
+        "and dataclasses of these.",
         Py_TYPE(object)->tp_name);
     return false;
   }

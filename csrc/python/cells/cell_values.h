@@ -25,9 +25,9 @@ class CellInputs {
   // returns false with a Python exception set.
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
-  // Returns false if an argument prevents the capture of the call. Two sorts of arguments do:
-  // instances of a subclass of Tensor (other than nn.Parameter), list or dict, and dataclass
-  // instances with attributes that are not fields.
+  // Returns false if an argument prevents the capture of the call. Such arguments are instances of
+  // a subclass of Tensor (other than nn.Parameter), list or dict, and dataclass instances with
+  // attributes that are not fields.
   bool capturable() const { return capturable_; }
   // The tensors are borrowed from the call's arguments until hold() takes references to them. Call
   // hold() before the function runs. For arguments that can change, such as lists, add_call() calls

@@ -24,7 +24,7 @@ bool is_pending(PyObject* object) {
   return is_tensor(object) && as_pending(THPVariable_Unpack(object)) != nullptr;
 }
 
-// If possible, replaces the tensor in the Python object by a pending copy. The identity, the
+// If possible, replaces the tensor in the Python object with a pending copy. The identity, the
 // attributes and the weak references of the object do not change.
 void adopt(PyObject* object) {
   if (reinterpret_cast<THPVariable*>(object)->backward_hooks != nullptr) return;

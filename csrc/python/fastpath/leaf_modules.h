@@ -1,7 +1,7 @@
 // A fast path for calls of PyTorch's leaf modules. When an nn.Linear is called, Python code runs
 // for three microseconds before the op is called. The Python code is needed only for modules with
 // hooks, parametrisations and similar features. While a block is open, this library replaces the
-// tp_call slot of the leaf classes by a function that reads the parameters and calls the op. All
+// tp_call slot of the leaf classes with a function that reads the parameters and calls the op. All
 // other calls, including calls of other threads, are passed to nn.Module.__call__.
 #pragma once
 

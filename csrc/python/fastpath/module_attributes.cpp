@@ -214,7 +214,7 @@ class Class {
 
 // The classes outside torch that are derived from nn.Module. The list is rebuilt only when the
 // number of direct subclasses of nn.Module and of the listed classes has changed. nn.Module has
-// some hundred subclasses. A search of all subclasses at each block takes more time than a small
+// several hundred subclasses. A search of all subclasses at each block takes more time than a small
 // block saves.
 class Classes {
  public:

@@ -49,7 +49,7 @@ struct Waiting {
 constinit Waiting waiting;
 
 // Keeps an object that Python has destroyed but not freed. Returns false if the object can't be
-// reused. For example, it can't be reused if its class has got a `__del__`, because Python calls
+// reused. For example, it can't be reused if its class now has a `__del__`, because Python calls
 // `__del__` only once for each object.
 bool keep(PyObject* self) {
   if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 || waiting.count >= kMostWaiting ||

@@ -21,8 +21,8 @@ FiberState::FiberState() {
 
 FiberState::~FiberState() { reset(); }
 
-// If a hook fails, the state that it handles is not switched. The error belongs to no instance, so
-// it is reported as unraisable.
+// If a hook fails, the state that it handles is not switched. The error does not belong to an
+// instance, so it is reported as unraisable.
 FiberState::Saved FiberState::save() const {
   Saved saved;
   for (const Hook& hook : hooks_) {

@@ -109,7 +109,7 @@ TEST_CASE("execute: a block ended by an error drops that of its flush", "[execut
   check_same(good, at::embedding(w, index(1)));
 }
 
-TEST_CASE("execute: an interruption stops at once and is raised", "[execute]") {
+TEST_CASE("execute: an interruption stops the flush immediately and is raised", "[execute]") {
   struct Hooks {
     explicit Hooks(HostHooks hooks) { set_host_hooks(std::move(hooks)); }
     ~Hooks() { set_host_hooks({}); }

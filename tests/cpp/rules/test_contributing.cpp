@@ -17,7 +17,7 @@ namespace {
 
 using at::Tensor;
 
-// glu(x, dim) over the last dimension: rows of any number.
+// glu(x, dim) over the last dimension, for any number of rows.
 class GluRule final : public Rule {
  public:
   bool capture(NodeBuilder& builder) const override {
@@ -47,7 +47,7 @@ class GluRule final : public Rule {
   }
 };
 
-// Every node alone, in the order of capture: what batching is measured against.
+// Runs every node alone, in the order of capture. A baseline for other policies.
 class SingleNodePolicy final : public Policy {
  public:
   std::string_view name() const override { return "single"; }

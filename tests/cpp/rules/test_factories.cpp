@@ -175,7 +175,7 @@ TEST_CASE("memory: assembling memories of several types, sizes and strides", "[m
   });
 }
 
-TEST_CASE("memory: a tensor of the program's own numbers is there at once", "[memory]") {
+TEST_CASE("memory: a tensor of the program's own numbers is created immediately", "[memory]") {
   // Does what torch::tensor({i, 2 * i}) does.
   const auto make = [](int64_t i) {
     const Tensor made = [] {

@@ -44,7 +44,7 @@ TEST_CASE("blocks that do not pay are paused", "[payoff]") {
   CHECK(deferred == 2);
 }
 
-TEST_CASE("another model at the same place is deferred at once", "[payoff]") {
+TEST_CASE("another model at the same place is deferred immediately", "[payoff]") {
   Place place;
   for (int i = 0; i < 9; ++i) place.run(1, false);
   CHECK(place.run(2, true));

@@ -143,7 +143,7 @@ TEST_CASE("scope: a frozen model runs in the same number of batches", "[scope]")
   CHECK(report.batches == 2);
 }
 
-TEST_CASE("scope: ops that touch neither parameters nor pending tensors run at once", "[scope]") {
+TEST_CASE("scope: ops that read neither parameters nor pending tensors run eagerly", "[scope]") {
   const Tensors x = constants(2, {3});
   BatchScope scope;
   const Tensor sum = x[0] + x[1];

@@ -126,7 +126,7 @@ TEST_CASE("after a model that eager execution won short blocks are soon rarely i
   CHECK(program.asked <= 13);
 }
 
-TEST_CASE("after a model that deferring won another model at the same place is timed at once") {
+TEST_CASE("another model at a place where deferring was faster is timed immediately") {
   Program program;
   CHECK(program.eager_of(100, milliseconds(10), milliseconds(20)) == 1);
   program.identity = 2;

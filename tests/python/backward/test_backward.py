@@ -148,7 +148,7 @@ def test_second_backward_is_eagers_error(instances: list[Tensor]) -> None:
 
 
 def test_shared_part_is_differentiated_once(instances: list[Tensor]) -> None:
-    """Two losses over one state: eager's error for the second, unless retained."""
+    """For two losses over one state, the second backward raises eager's error, unless retained."""
 
     def losses_of(block: Block, model: Chain) -> tuple[Tensor, Tensor]:
         with block():
@@ -277,7 +277,7 @@ def test_left_out_instance_contributes_nothing(name: str, bad: float, each: bool
 
 
 def test_left_out_part_of_one_instance() -> None:
-    """A step that isn't on the way to the loss is left out, though its siblings are not."""
+    """A step that the loss does not depend on is left out, but its batch siblings are not."""
 
     def scenario(block: Block) -> Any:
         w = nn.Linear(4, 4, dtype=DOUBLE)
@@ -293,7 +293,7 @@ def test_left_out_part_of_one_instance() -> None:
 
 
 def test_left_out_by_slicing_a_stack_of_losses() -> None:
-    """Eager's answer, whatever it is: zero times NaN where the losses were stacked first."""
+    """Zero times NaN is NaN if the losses were stacked first, as in eager mode."""
 
     def scenario(block: Block) -> Any:
         w = rand(3).requires_grad_()

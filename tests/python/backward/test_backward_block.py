@@ -293,7 +293,7 @@ def test_two_blocks_one_backward(instances: list[Tensor]) -> None:
 
 
 def test_gradients_own_their_memory(instances: list[Tensor]) -> None:
-    """A gradient stays what it was when later backwards run."""
+    """Later backwards do not change a gradient."""
     model = Chain()
     losses = losses_in(ab.batch, model, instances)
     losses[0].backward()

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 def test_a_result_that_another_is_computed_from_under_autocast(
     hooked: bool, create_graph: bool
 ) -> None:
-    """Not by the native rule, which has a chain of its own: h' of LSTMCell from c'."""
+    """Tests h' and c' of LSTMCell under autocast, where the native rule is not used."""
 
     def run(enabled: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_is_leaf_grad_fn_and_requires_grad(instances: list[Tensor]) -> None:
 
 
 def test_hooks_on_held_values(instances: list[Tensor]) -> None:
-    """Called once, with the whole gradient, and only for what is differentiated."""
+    """A hook is called once, with the whole gradient, and only for differentiated values."""
 
     def scenario(block: Block) -> Any:
         model = Chain()
@@ -300,7 +300,7 @@ def test_retain_grad(in_block: bool, instances: list[Tensor]) -> None:
 def test_hooks_on_parameters(
     backward: Callable[[list[Tensor]], None], instances: list[Tensor]
 ) -> None:
-    """Once a backward: with the whole gradient of it."""
+    """A hook is called once per backward, with the whole gradient."""
 
     def scenario(block: Block) -> Any:
         model = Chain()

@@ -218,7 +218,7 @@ def test_tied_weights() -> None:
 @pytest.mark.parametrize("held", ["not", "behind", "within"])
 @pytest.mark.parametrize("as_cell", [False, True])
 def test_products_with_a_transposed_weight(as_cell: bool, held: str) -> None:
-    """Collected with those of the weight itself, but for views whose gradient is somebody's own."""
+    """Products with `w.t()` are collected with those of `w`, unless the view is held."""
 
     def scenario(block: Block) -> Any:
         torch.manual_seed(0)
@@ -249,7 +249,7 @@ def test_products_with_a_transposed_weight(as_cell: bool, held: str) -> None:
 
 @pytest.mark.parametrize("when", ["within", "behind"])
 def test_hooks_of_views_of_weights_that_ops_have_read(when: str) -> None:
-    """What reads the weight itself, or another view of it, is no part of their gradient."""
+    """Ops that read the weight or another view do not contribute to the gradient of a view."""
 
     def scenario(block: Block) -> Any:
         torch.manual_seed(0)
@@ -312,7 +312,7 @@ def test_weight_changed_before_backward(kind: str) -> None:
 
 
 def test_change_of_what_is_not_saved() -> None:
-    """Where eager lets a write pass, so does a block."""
+    """If eager allows a write, the block allows it too."""
 
     def scenario(block: Block) -> Any:
         b = nn.Parameter(rand(4))
@@ -329,7 +329,7 @@ def test_change_of_what_is_not_saved() -> None:
 
 
 def test_change_in_the_block(instances: list[Tensor]) -> None:
-    """What was captured before the write reads the old value."""
+    """Ops that were captured before the write read the old value."""
 
     def scenario(block: Block) -> Any:
         scale = rand(4)
@@ -346,7 +346,7 @@ def test_change_in_the_block(instances: list[Tensor]) -> None:
 
 
 def test_held_result_modified_after_the_block(instances: list[Tensor]) -> None:
-    """Reaches neither its batch siblings nor what backward kept."""
+    """The write changes neither batch siblings nor values that backward kept."""
     model = Chain()
     with ab.batch():
         states = [model.states(x)[-1] for x in instances]
@@ -394,7 +394,7 @@ def test_in_place_op_in_the_block() -> None:
 
 @pytest.mark.parametrize("count", [3, 63, 64, 65, 200, 400])
 def test_a_loss_reaches_what_it_was_computed_from_and_no_more(count: int) -> None:
-    """However many tensors of the block want gradients."""
+    """This holds for any number of tensors that require grad."""
     leaves = [torch.full((2,), 1.0 + k, requires_grad=True) for k in range(count)]
     met: list[int] = []
     for k, leaf in enumerate(leaves):

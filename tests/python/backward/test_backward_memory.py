@@ -63,7 +63,7 @@ def test_freed_when_some_are_differentiated_and_the_others_dropped() -> None:
 
 
 def test_no_cycle_keeps_a_block_alive() -> None:
-    """Without the garbage collector's help."""
+    """The block is freed without the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -91,7 +91,7 @@ def test_held_values_with_levels_are_freed(instances: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_memory_that_data_shares_is_freed_by_backward(when: str) -> None:
-    """Although the loss, and so the record, lives on."""
+    """The memory is freed although the loss keeps the record alive."""
     w, x = nn.Linear(4, 4, dtype=DOUBLE), rand(1, 4)
     with ab.batch():
         h = w(x).tanh()
@@ -141,8 +141,7 @@ def here(function: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("where", ["sum", "sum and backward", "block"])
 @pytest.mark.parametrize("seed", [1, 2, 4])
 def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
-    """Where losses come later in the engine's order than the levels that they depend on, these are
-    run again for each, and those below them too, which they also reach without a held value."""
+    """If a loss arrives after the levels that it depends on, these and lower levels run again."""
 
     def gradient(enabled: bool) -> Tensor:
         choice = random.Random(seed)
@@ -184,7 +183,7 @@ def test_sums_of_losses_on_other_threads(where: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_node_in_two_halves_whose_losses_are_summed_on_another_thread(seed: int) -> None:
-    """c is held, so that of each step h is differentiated apart, and either half may come late."""
+    """c is held, so h of each step is differentiated separately, and either half may come late."""
 
     def gradients(enabled: bool) -> list[Tensor]:
         choice = random.Random(seed)
@@ -211,7 +210,7 @@ def test_a_node_in_two_halves_whose_losses_are_summed_on_another_thread(seed: in
 
 
 def test_grad_on_other_threads(instances: list[Tensor]) -> None:
-    """No shared ``.grad``: results are exact, whatever the order."""
+    """No ``.grad`` is shared, so results are exact in any order."""
     model = Chain()
     many = instances * 4
     losses = losses_in(ab.batch, model, many)

@@ -31,7 +31,7 @@ def test_held_results_of_several_dtypes_feed_one() -> None:
 
 
 def test_a_module_may_be_made_in_a_block() -> None:
-    """It asks whether its parameters have a history: no value is needed to say no."""
+    """The module reads `grad_fn` of its parameters, which needs no value."""
     with ab.batch(adaptive=False) as scope:
         pending = torch.zeros(3)
         parameter = torch.nn.Parameter(torch.zeros(3))

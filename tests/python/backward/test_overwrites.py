@@ -32,7 +32,7 @@ ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def chart(alias: Callable[[Tensor], Tensor], w: Tensor, kept: list[Tensor] | None = None) -> Tensor:
-    """Fills a chart from what it held before, as parsers do."""
+    """Fills a chart from its earlier entries, as parsers do."""
     c = torch.full((2,), -1e5, dtype=DOUBLE)
     for _ in range(3):
         before = alias(c)
@@ -69,7 +69,7 @@ def test_create_graph_after_a_write_to_what_was_read(name: str, how: str, held: 
 @pytest.mark.parametrize("inside", [True, False], ids=["in the block", "after it"])
 @pytest.mark.parametrize("name", ["data", "data of detach", "view of data"])
 def test_a_write_that_moves_no_version_counter(name: str, inside: bool) -> None:
-    """What eager saves directly is read as it is by then, what was derived from it as it was."""
+    """Backward reads the new content of saved tensors, and the old content of derived values."""
 
     def program(batch: Batch) -> list[Tensor]:
         w, c = weight(3), rand(3)
@@ -95,7 +95,7 @@ def test_a_write_that_moves_no_version_counter(name: str, inside: bool) -> None:
 @pytest.mark.parametrize("how", ["batch", "map"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in the block", "after it"])
 def test_a_saved_result_that_numpy_writes_to(inside: bool, how: str) -> None:
-    """Eager's gradient of tanh reads the result, which the array is of."""
+    """Eager's gradient of tanh reads the result, whose memory the array shares."""
     w = weight(3)
     held = []
 
@@ -118,7 +118,7 @@ def test_a_saved_result_that_numpy_writes_to(inside: bool, how: str) -> None:
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_writes_to_a_real_tensor_after_reads(create_graph: bool) -> None:
-    """`as_strided` of what is no longer pending, and a buffer that is refilled step by step."""
+    """Tests `as_strided` of a real tensor, and a buffer that is refilled step by step."""
 
     def program(batch: Batch) -> list[Tensor]:
         w, buffer = weight(4), rand(4)
@@ -206,7 +206,7 @@ def test_as_strided_out_of_bounds_is_eagers_error() -> None:
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_chart_that_is_written_through_as_strided(create_graph: bool) -> None:
-    """As supar's parsers fill theirs."""
+    """The parsers of supar fill charts in this way."""
     flushes = []
 
     def program(batch: Batch) -> list[Tensor]:
@@ -301,7 +301,7 @@ HIDDEN_WRITES: dict[str, str] = {
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", HIDDEN_WRITES)
 def test_gradients_after_writes_through_data(name: str, count: int, create_graph: bool) -> None:
-    """No version counter moves, so eager's formulas read what was written."""
+    """No version counter changes, so eager's formulas read the written values."""
 
     def program(batch: Batch) -> list[Tensor]:
         torch.manual_seed(0)
@@ -379,7 +379,7 @@ def test_a_detached_result_that_becomes_a_leaf() -> None:
 
 @pytest.mark.parametrize("read", [Tensor.tolist, lambda h: h.numpy().copy(), lambda h: h.sum()])
 def test_a_constant_that_was_read_and_then_written(read: Callable[[Tensor], Any]) -> None:
-    """The op that used it before the read has saved the same memory."""
+    """The op that used the constant before the read has saved the same memory."""
 
     def program(batch: Batch) -> list[Tensor]:
         w = torch.randn(4, 4, dtype=torch.float64).requires_grad_()

@@ -19,13 +19,13 @@ def is_included() -> bool:
 
 
 def is_included_on_entry() -> bool:
-    """In a ``__torch_dispatch__``: when the dispatcher was called, whose keys PyTorch has kept."""
+    """Returns whether the key was included when the dispatcher called ``__torch_dispatch__``."""
     with torch.overrides.enable_reentrant_dispatch():
         return is_included()
 
 
 class Mode(TorchDispatchMode):
-    """Notes whether capture was on where the op was called."""
+    """Records whether capture was on when the op was called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mode(TorchDispatchMode):
 
 
 class Wrapped(Tensor):
-    """Notes the same."""
+    """Records the same."""
 
     captures: list[bool] = []  # noqa: RUF012
 
@@ -80,7 +80,7 @@ def test_a_subclass_may_go_back_to_the_keys_of_the_call() -> None:
 
 
 def test_transforms_come_before_capture() -> None:
-    """Their inner functions see tensors of theirs, and what was pending before is read."""
+    """Inner functions get tensors of the transform, and pending tensors are computed first."""
     w = torch.randn(3, requires_grad=True)
     x = torch.randn(4, 3)
     with ab.batch():

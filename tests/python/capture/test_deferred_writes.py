@@ -222,7 +222,7 @@ def test_autocast_gives_eagers_dtypes() -> None:
     ("sizes", "strides"), [((2, 3), (6, 5)), ((3, 2), (6, 1)), ((4, 3), (5, 4))]
 )
 def test_stripes_of_a_chart_stay_pending(sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
-    """Elements that interleave and do not share memory."""
+    """The elements of the pieces interleave, but do not share memory."""
     w = nn.Parameter(torch.randn(5, 5, dtype=torch.float64))
     found = []
     for enabled in (False, True):

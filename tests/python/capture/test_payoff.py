@@ -1,4 +1,4 @@
-"""If deferring is not worth its cost, ops run at once: batch(adaptive=True)."""
+"""If deferring is not worth its cost, ops run eagerly: batch(adaptive=True)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_map_in_a_paused_block_batches(model: nn.Linear) -> None:
 
 
 def of_one(model: nn.Module, instances: int, adaptive: bool = True) -> tuple[bool, ab.batch]:
-    """A block, always at this place; and whether its last op was deferred."""
+    """Opens a block at this line. Returns whether its last op was deferred."""
     xs = torch.randn(instances, 4)
     with ab.batch(adaptive=adaptive) as scope:
         results = [torch.sigmoid(model(torch.tanh(model(x)))) for x in xs]
@@ -134,7 +134,7 @@ def test_blocks_of_one_instance_are_tried_now_and_then(model: nn.Linear) -> None
 @pytest.mark.needs("direct_calls")
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_mode_entered_before_the_pause_leaves_no_trace(model: nn.Linear, inside: bool) -> None:
-    """inference_mode puts the thread's dispatch keys back as they were."""
+    """inference_mode restores the dispatch keys of the thread when it ends."""
     x = torch.randn(4)
     with ab.batch(adaptive=True):
         if not inside:
@@ -164,7 +164,7 @@ def test_errors_of_a_paused_block_are_eagers(model: nn.Linear) -> None:
 
 
 def test_answers_do_not_depend_on_it(model: nn.Linear) -> None:
-    """Blocks of many shapes, each with gradients, deferred or not."""
+    """Tests blocks with many shapes, with gradients, deferred or not."""
     for instances, steps in itertools.product((1, 3), (1, 12)):
         outcomes = []
         for adaptive in (None, True, False):

@@ -20,7 +20,7 @@ def mask_of(h: Tensor) -> Tensor:
 
 
 def filled(h: Tensor, write: Callable[[Tensor], object]) -> Tensor:
-    """What `write` leaves in zeros of the size of `h`."""
+    """Returns zeros of the size of `h`, after `write`."""
     out = torch.zeros_like(h)
     write(out)
     return out
@@ -94,7 +94,7 @@ WRITES: dict[str, Function] = {
 
 
 def check(function: Function, at_once: int = 0) -> ab.Report:
-    """One flush, and eager's values and gradients, of instances of many sizes."""
+    """Asserts that there is one flush, with the values and gradients of eager mode."""
     torch.manual_seed(0)
     linear = nn.Linear(3, 4).double()
     instances = [rand(3 + i % 5, 3) for i in range(12)]
@@ -123,7 +123,7 @@ def test_writes_by_known_indices(name: str) -> None:
 
 
 def test_a_mask_of_what_is_pending_needs_values() -> None:
-    """Its values are a flush away, and the result is eager's all the same."""
+    """The mask's values need a flush. The result still matches eager mode."""
     torch.manual_seed(0)
     linear = nn.Linear(3, 4).double()
     x = rand(5, 3)

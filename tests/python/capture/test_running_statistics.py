@@ -141,7 +141,7 @@ def test_an_error_keeps_what_eager_had_done_by_then() -> None:
 
 
 def test_no_statistics_of_one_value() -> None:
-    """Eager's error, at this line, and the block goes on."""
+    """Eager's error is raised at this line, and the block continues."""
     net = model()
     with ab.batch():
         with pytest.raises(ValueError, match="more than 1 value"):
@@ -175,7 +175,7 @@ def test_in_a_map() -> None:
 
 
 def test_other_types_of_input() -> None:
-    """Statistics in float, of a half-precision input."""
+    """The statistics of a half-precision input are in float."""
 
     def program(batch: Batch) -> Any:
         torch.manual_seed(0)

@@ -170,7 +170,7 @@ def test_states_that_come_back_with_a_graph() -> None:
 
 @pytest.mark.parametrize("doubled", [True, False])
 def test_hooks_of_a_part_that_is_a_result_and_read(doubled: bool) -> None:
-    """No body: the part's gradient has to pass through the user's view."""
+    """The call is not one node, because the part's gradient must pass through the user's view."""
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         a, b, *_ = gates(x)
@@ -190,7 +190,7 @@ def test_hooks_of_a_part_that_is_a_result_and_read(doubled: bool) -> None:
 
 
 def test_results_have_autograd_nodes_of_their_own() -> None:
-    """As those of the ops that made them, whatever the cells before had."""
+    """The nodes are like those of the ops that made the results, for any earlier cells."""
 
     def program(variant: Variant) -> list[Any]:
         partly = variant.cell(lambda x: (x.tanh(), x.detach().exp(), x.detach().neg()))
@@ -214,7 +214,7 @@ def test_results_have_autograd_nodes_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["before", "after", "alone"])
 @pytest.mark.parametrize("of_both", [False, True])
 def test_gradient_of_a_held_state_of_an_lstm_cell(kind: str, of_both: bool) -> None:
-    """h' is computed from c', and its gradient goes there, whatever else the cell does."""
+    """h' is computed from c', so the gradient of h' always goes to c'."""
     lstm = nn.LSTMCell(4, 4)
 
     def function(x: Tensor) -> tuple[Tensor, ...]:
@@ -241,7 +241,7 @@ def test_gradient_of_a_held_state_of_an_lstm_cell(kind: str, of_both: bool) -> N
 
 
 def test_a_held_result_after_a_read_of_part_of_the_block() -> None:
-    """The read takes one result of each first cell; what waits reads the other."""
+    """The read needs one result of each first cell. Waiting nodes read the other result."""
 
     def program(variant: Variant) -> list[Any]:
         first = variant.cell(lambda x: (x.tanh(), x.exp()))

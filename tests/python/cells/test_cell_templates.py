@@ -47,7 +47,7 @@ def test_ops_at_once_run_op_by_op() -> None:
     def masked(x: Tensor) -> Tensor:
         return x * mask.to(torch.int64).cumsum(0)
 
-    run_op_by_op(masked, "runs at once")
+    run_op_by_op(masked, "runs eagerly")
 
 
 def test_results_that_are_no_tensors() -> None:
@@ -82,7 +82,7 @@ def test_a_tensor_from_outside() -> None:
 
 @pytest.mark.parametrize("change", ["in place", "data", "grad", "no grad", "flush", "backward"])
 def test_weights_that_change_between_uses(change: str) -> None:
-    """What a template knows of its weights is looked at again at each use."""
+    """A template checks its weights at each use."""
 
     def program(variant: Variant) -> Any:
         weights = [torch.linspace(-1, 1, 9).view(3, 3), torch.linspace(0, 1, 3)]

@@ -251,7 +251,7 @@ def _assign(x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SELECTIONS)
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_is_selected_follows_from_values(name: str, dynamic: bool) -> None:
-    """A mask among the arguments: another one selects other elements."""
+    """An argument is a mask. A different mask selects different elements."""
     function = SELECTIONS[name]
     cell = ab.cell(function, dynamic=dynamic)
     xs = [torch.randn(3, 4, requires_grad=True) for _ in range(4)]

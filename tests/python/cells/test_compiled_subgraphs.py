@@ -27,7 +27,7 @@ CELL = ab.cell
 
 @pytest.fixture
 def compiled_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_compiled.Code]]:
-    """Cells are compiled, and not given up; lists the code that was made."""
+    """Asserts that cells are compiled, and lists the compiled code."""
     made: list[_compiled.Code] = []
     compile_body = _compiled.compile_body
 
@@ -49,13 +49,13 @@ def compiled_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_compiled.Co
 def traced_code(
     compiled_code: list[_compiled.Code], monkeypatch: pytest.MonkeyPatch
 ) -> list[_compiled.Code]:
-    """The same without Inductor: what it would compile runs op by op."""
+    """Like ``compiled_code``, but runs the traced graph op by op, without Inductor."""
     monkeypatch.setattr(_compiled, "_compile", lambda module, _: module)
     return compiled_code
 
 
 def cases_in(*modules: ModuleType) -> list[Any]:
-    """Their tests that take no arguments."""
+    """Returns the tests of a module that take no arguments."""
     found = []
     for module in modules:
         for name, test in inspect.getmembers(module, inspect.isfunction):
@@ -125,7 +125,7 @@ TREES = [3, (1, 2), ((1, 2), (3, 4)), ((5, (6, 7)), 8), (((1, 2), 3), ((4, 5), (
 
 
 def compare_trees(size: int, names: tuple[str, ...], **options: Any) -> None:
-    """Results and gradients of blocks with several numbers of trees, which one code serves."""
+    """Compares blocks with different numbers of trees, which use the same compiled code."""
     found = []
     for enabled in (True, False):
         model = TreeLSTM(size, ab.cell if enabled else lambda function: function, names)
@@ -173,7 +173,7 @@ def test_inference(mode: Callable[..., Any], traced_code: list[_compiled.Code]) 
 
 
 def test_views() -> None:
-    """Each view that a tape may have is that of ``as_strided``, or not supported."""
+    """Each view in a tape equals the view of ``as_strided``, or is not supported."""
     draw = random.Random(0)
     steps: list[Callable[[Tensor], Tensor]] = [
         lambda x: x.narrow(-1, x.shape[-1] // 2, 1),

@@ -21,7 +21,7 @@ def tail(y: Tensor) -> Tensor:
 
 
 def compare(function: Callable[..., Any], calls: Iterator[tuple[Tensor, ...]]) -> None:
-    """Results, their strides, and arguments after the call, each call in a block of its own."""
+    """Compares results, strides, and arguments after the call. Each call has its own block."""
     cell = ab.cell(function, dynamic=True)
     for given in calls:
         ours, theirs = [x.clone() for x in given], [x.clone() for x in given]

@@ -1,4 +1,4 @@
-"""Functions that keep a size in a memo table, a cache or an object: what they keep is ordinary."""
+"""Functions that store a size in a memo table, a cache or an object store an ordinary number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Places:
-    """Where a function may keep what it has computed for a size."""
+    """Places where a function may store values that it has computed for a size."""
 
     kind: Any = None
 
@@ -132,7 +132,7 @@ def test_what_is_kept_is_ordinary(name: str) -> None:
 
 
 def test_a_table_of_a_size_that_never_differs() -> None:
-    """The first call fills the table, which later calls only read."""
+    """The first call fills the table, and later calls only read it."""
     table: dict[Any, Any] = {}
     square, xs = memo(table), rows()
     runs, why = compare(lambda x: x.exp() * square(x.shape[1]), alone(xs))
@@ -188,7 +188,7 @@ def test_changes_before_such_an_error_are_undone() -> None:
 
 
 class Interruption(BaseException):
-    """As a cancelled fiber raises."""
+    """An exception like that of a cancelled fiber."""
 
 
 def test_an_interruption_leaves_arguments_ordinary() -> None:
@@ -203,7 +203,7 @@ def test_an_interruption_leaves_arguments_ordinary() -> None:
 
 
 def test_is_integer() -> None:
-    """As local-attention asks whether a length is a multiple."""
+    """local-attention checks in this way whether a length is a multiple."""
     runs, why = compare(
         lambda x: x.exp() if (x.shape[0] / 2).is_integer() else x.sin(), alone(rows()) * 2
     )
@@ -234,7 +234,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_numbers_of_data_are_read(name: str) -> None:
-    """As graph libraries count the graphs of a minibatch: ``int(batch.max()) + 1``."""
+    """Graph libraries count the graphs of a minibatch like this: ``int(batch.max()) + 1``."""
     calls = [(x, torch.zeros(len(x), dtype=torch.long)) for x in rows()]
     read = READS[name]
     runs, why = compare(lambda x, ids: x.exp() * read(ids), calls)

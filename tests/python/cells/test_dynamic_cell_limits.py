@@ -44,7 +44,7 @@ NO_PROGRAM: dict[str, tuple[Function, str]] = {
 
 
 def compare_writes(function: Function, calls: list[tuple[Tensor, ...]]) -> None:
-    """Results and arguments are what they are after eager's calls."""
+    """Compares results, and arguments after the calls, with eager mode."""
     eager = [tuple(x.clone() for x in args) for args in calls]
     expected = [function(*args) for args in eager]
     cell = ab.cell(function, dynamic=True)
@@ -56,7 +56,7 @@ def compare_writes(function: Function, calls: list[tuple[Tensor, ...]]) -> None:
 
 @pytest.fixture
 def own_ops() -> Iterator[Any]:
-    """Ops with names of PyTorch's that do something else."""
+    """Defines ops with names of PyTorch's ops that do something else."""
     library = torch.library.Library("autobatch_tests", "DEF")
     library.define("relu(Tensor(a!) x) -> Tensor(a!)")
     library.define("sum(Tensor x) -> Tensor")
@@ -194,7 +194,7 @@ def hooked(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["function", "hook"])
 def test_sizes_that_backward_reads(kind: str) -> None:
-    """The first call is traced. No traced number may stay in what its backward runs."""
+    """The first call is traced. Its backward must not contain a traced number."""
     functions: dict[str, Function] = {
         "function": lambda x: KeepsSizes.apply(x.exp(), x.shape[0]),
         "hook": hooked,

@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 class Convolution(nn.Module):
-    """The mean of a graph's neighbours: rows, and pairs of rows that an edge joins."""
+    """Computes means over neighbours in a graph, from rows and from pairs of rows (edges)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_sizes_that_a_failing_call_keeps(floats: list[Tensor]) -> None:
 
 
 def test_what_is_done_to_indices_is_captured_with_the_rest() -> None:
-    """One batch an op, where eager would run an op on each graph's edges."""
+    """Each op is one batch, although eager would run the op for each graph."""
     conv = Convolution()
     graphs = [(torch.randn(n, WIDTH), torch.randint(n, (2, 2 * n))) for n in SIZES]
     cell = ab.cell(conv, dynamic=True)
@@ -170,7 +170,7 @@ def test_what_is_done_to_indices_is_captured_with_the_rest() -> None:
 
 
 def test_data_that_is_returned_may_be_read() -> None:
-    """What follows from the arguments alone is there at once, as it is without the cell."""
+    """Results that depend only on arguments are computed immediately, as without the cell."""
 
     def function(x: Tensor) -> tuple[Tensor, Tensor]:
         mask = x.sum(1) > 0

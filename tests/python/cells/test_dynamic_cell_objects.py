@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Layer:
-    """What attention keeps of the tokens before."""
+    """The keys and values of earlier tokens, for attention."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
@@ -103,7 +103,7 @@ class Store:
 
 
 class Graph:
-    """As graph libraries have them: attributes in a dict of another object, which refers back."""
+    """A graph as in graph libraries: another object holds the attributes, and refers back."""
 
     def __init__(self, **values: Any) -> None:
         self.store = Store(self, **values)
@@ -144,7 +144,7 @@ def in_two_places(graph: Graph) -> list[Graph]:
 
 
 def facts(value: Any) -> Any:
-    """What an object consists of."""
+    """Returns the contents of an object."""
     if isinstance(value, (Graph, Store)):
         return {name: facts(item) for name, item in vars(value).items() if name != "owner"}
     if isinstance(value, (list, tuple)):
@@ -183,13 +183,13 @@ def test_ints_are_ordinary_after_an_error() -> None:
 
 
 def padded(ids: Tensor) -> Tensor:
-    """As transformers look whether a mask has been forgotten."""
+    """transformers checks in this way whether a mask is missing."""
     x = TABLE(ids)
     return x.sin() if 0 in ids[[0, -1]] else x.cos()
 
 
 def of_most(ids: Tensor) -> Tensor:
-    """As graph libraries count nodes."""
+    """Graph libraries count nodes in this way."""
     count = ids.max().item() + 1
     return LAYER(torch.zeros(count, WIDTH).index_add(0, ids, TABLE(ids)))
 
@@ -199,7 +199,7 @@ TABLE = nn.Embedding(20, WIDTH)
 
 @pytest.mark.parametrize(("function", "runs"), [(padded, 4), (of_most, 2)])
 def test_known_values_are_read(function: Function, runs: int) -> None:
-    """They are conditions, and numbers; a program reads them at each call."""
+    """Known values are conditions or numbers, which a program reads at each call."""
     counted = Counted(function)
     cell = ab.cell(counted, dynamic=True)
     inputs = [torch.arange(n) * 7 % 11 + k % 2 for k, n in enumerate((3, 5, 4, 6, 9, 8, 7, 2))]

@@ -50,13 +50,13 @@ COUNTS: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_what_counts_by_a_size(name: str, xs: list[Tensor]) -> None:
-    """The trace sees it, or gives up: answers are eager's whichever sizes come first."""
+    """The trace records the use or fails. Results match eager mode for any first sizes."""
     compare(COUNTS[name], alone(xs) * 2)
     compare(COUNTS[name], alone(xs[::-1]) * 2)
 
 
 def test_sizes_that_may_be_keys_need_not(xs: list[Tensor]) -> None:
-    """As einops caches what it does for a shape, where a shape can be a key."""
+    """einops caches results by shape if a shape can be a key."""
     known: dict[Any, Any] = {}
 
     def halves(size: Any) -> Any:
@@ -98,7 +98,7 @@ def test_sizes_that_never_differ_are_conditions(xs: list[Tensor]) -> None:
 
 
 def test_sizes_that_are_known_from_others(xs: list[Tensor]) -> None:
-    """Each of these is asked of a result, and is a size of the argument."""
+    """Each size is read from a result, and equals a size of the argument."""
     w = torch.randn(8, WIDTH, dtype=torch.double)
 
     def function(x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ RESHAPED: dict[str, Function] = {
 @pytest.mark.parametrize("name", RESHAPED)
 @pytest.mark.parametrize("sizes", [((3, 3), (5, 5), (4, 7), (2, 6)), ((4, 7), (2, 6), (5, 5))])
 def test_shapes_that_change_in_place(name: str, sizes: tuple[tuple[int, int], ...]) -> None:
-    """What was known of a size is not of another one, also where the first examples are square."""
+    """Facts about one size do not apply to another size, even if the first examples are square."""
 
     def function(x: Tensor) -> Tensor:
         y = x * 1

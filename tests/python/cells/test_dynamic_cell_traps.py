@@ -59,7 +59,7 @@ class Node:
 
 
 def facts(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """What can be compared: types, order, values, and which objects are the same."""
+    """Returns comparable facts: types, order, values, and which objects are identical."""
     seen = {} if seen is None else seen
     if isinstance(value, Tensor):
         return value
@@ -264,7 +264,7 @@ def test_long_chains_of_objects_are_refused_in_short_time() -> None:
 
 
 def test_an_object_that_fibers_share() -> None:
-    """A call that is traced waits for a value while others go on."""
+    """A traced call waits for a value while other calls continue."""
     box = Box(n=0, x=START)
 
     def function(x: Tensor) -> Tensor:

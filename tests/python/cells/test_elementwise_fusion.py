@@ -55,7 +55,7 @@ def in_place_of_in_place(x: Tensor) -> Tensor:
 
 
 def gates_of_gates(x: Tensor) -> Tensor:
-    """The sum of two products is a step of the program itself, read in parts."""
+    """The sum of two products is a step of the program, and is read in parts."""
     total = linear(x, WEIGHT) + linear(x.tanh(), WEIGHT)
     i, f, o, g = total.chunk(4, dim=-1)
     return i.sigmoid() * f.tanh() + o.sigmoid() * g.tanh()
@@ -68,7 +68,7 @@ def a_part_with_another_result(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def broadcast_rows(x: Tensor) -> Tensor:
-    """[3, H] and [1, H] or [H], and what is summed over rows on the way back."""
+    """Combines [3, H] with [1, H] or [H], whose gradients are summed over rows."""
     many = linear(x, THREE).view(3, H)
     one = linear(x, ONE).view(1, H)
     f = (many * one).sigmoid()
@@ -82,7 +82,7 @@ def wide_rows_in_parts(x: Tensor) -> Tensor:
 
 
 def columns(x: Tensor) -> Tensor:
-    """A last dimension that is broadcast: no step of a program."""
+    """Broadcasting over the last dimension can't be a step of a program."""
     y = linear(x, WEIGHT).view(4, H)
     return (y * y[:, :1].tanh()).sigmoid() + y.t().contiguous().view(4, H)
 
@@ -100,14 +100,14 @@ def of_one_tensor(x: Tensor) -> Tensor:
 
 
 def quotients(x: Tensor) -> Tensor:
-    """By another tensor, by itself, by a number, and of a number, which is `reciprocal`."""
+    """Divides by another tensor, by itself and by a number, and divides a number (`reciprocal`)."""
     y = linear(x, ONE)
     z = softsign(y) / 3 + torch.div(y, 0.5) / (y.square() + 0.5)
     return (z / (z * z + 1)).tanh() / (2 / (y.exp() + 1)) + (y / y) * x
 
 
 def broadcast_quotients(x: Tensor) -> Tensor:
-    """[3, H] by [1, H] and the other way: the divisor's gradient is summed over rows, or not."""
+    """Divides [3, H] by [1, H], and the reverse. The divisor's gradient may be a sum over rows."""
     many = linear(x, THREE).view(3, H).exp()
     one = linear(x, ONE).view(1, H).exp()
     return (many / one).tanh() + one / (many + 1)
@@ -139,7 +139,7 @@ def biased_siblings(x: Tensor) -> Tensor:
 
 
 def bias_seen_by_others(x: Tensor) -> Tensor:
-    """Read by a program first and by others later, by others before it, and by others alone."""
+    """A program reads the product before other nodes, after other nodes, or not at all."""
     y = linear(x, ONE, BIAS)
     after = torch.cat([y.tanh(), y], -1).cumsum(-1)
     z = linear(x.tanh(), ONE, BIAS)
@@ -195,7 +195,7 @@ def test_other_types(dtype: torch.dtype) -> None:
 
 
 def test_blocks() -> None:
-    """More members than a block, wider rows than a vector, with a rest."""
+    """Tests more members than a block has, and rows that are not a multiple of a vector."""
 
     def f(x: Tensor, y: Tensor) -> Tensor:
         i, f, o, g = (x * 0.2 + y * 0.1).chunk(4, dim=-1)
@@ -235,7 +235,7 @@ def test_weights_with_gradients() -> None:
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("reached", [None, 1], ids=str)
 def test_biases_with_gradients(separate: bool, reached: int | None) -> None:
-    """Of biases that a program adds; where a result is not used, of none that it alone needs."""
+    """Tests biases that a program adds. A bias gets no gradient if its result is unused."""
 
     def program(variant: Variant) -> Any:
         weight, bias = WEIGHT.clone().requires_grad_(), LONG.clone().requires_grad_()
@@ -322,7 +322,7 @@ def test_not_a_number_and_infinity() -> None:
 
 @pytest.mark.parametrize("taken", ["first", "second", "mixed", "both"])
 def test_results_that_gradients_reach(taken: str) -> None:
-    """Of some members only one result is used: these are differentiated apart."""
+    """Only one result of some members is used. These members are differentiated separately."""
 
     def program(variant: Variant) -> Any:
         leaves = [x.requires_grad_() for x in rows(9, H)]
@@ -380,7 +380,7 @@ def test_second_derivatives() -> None:
 
 @pytest.mark.parametrize("picked", [(0, 1, 2), (1, 3, 5), (4,), ()], ids=str)
 def test_members_of_which_other_results_are_reached(picked: tuple[int, ...]) -> None:
-    """Those of one kind go together, wherever they stand among the others."""
+    """Members with the same reached results are processed together, in any order of members."""
 
     def program(variant: Variant) -> list[Tensor]:
         cell = variant.cell(lstm)
@@ -397,7 +397,7 @@ def test_members_of_which_other_results_are_reached(picked: tuple[int, ...]) -> 
 
 
 def test_a_number_is_rounded_before_it_is_scaled() -> None:
-    """1e39 is infinite in float32, and 0 times that is no number."""
+    """1e39 is infinite in float32, and 0 times infinity is NaN."""
     cell = ab.cell(lambda x: torch.add(x, 1e39, alpha=0).tanh() + torch.add(x, 3e38, alpha=2))
     xs = rows(4, H)
     with ab.batch():

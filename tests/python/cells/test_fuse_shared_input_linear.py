@@ -45,7 +45,7 @@ def program(
     xs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[Variant], Any]:
-    """Results of all calls, and the gradients of `of` them: None where there is none."""
+    """Returns the results of all calls, and the gradients of `of` of them (None if missing)."""
 
     def run(variant: Variant) -> Any:
         params = weights() if w is None else w
@@ -65,7 +65,7 @@ def program(
 
 
 def joined(function: Callable[[], Any]) -> list[str]:
-    """The products of several weights that a profiler sees."""
+    """Returns the joined products that a profiler records."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         function()
     names = {event.name for event in profiled.events()}
@@ -121,7 +121,7 @@ def test_matrices_that_are_not_transposed() -> None:
 
 
 def test_both_ways_round() -> None:
-    """One weight as it is, another one transposed, in one group."""
+    """One group contains a weight and a transposed weight."""
     square = {name: t.detach()[:, :1] * 1 for name, t in weights(k=N).items() if name[0] == "w"}
     torch.manual_seed(8)
     square = {name: torch.randn(N, N).requires_grad_() for name in square}
@@ -143,7 +143,7 @@ def test_one_weight_twice_and_its_parts() -> None:
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_gates_that_no_gradient_comes_to(which: int) -> None:
-    """Only those of the result that is used: other weights have no gradient, not zeros."""
+    """Weights of unused results have no gradient, and not a gradient of zeros."""
     compare_with_eager(program(gates, of=lambda results: results[which]))
 
     def apart(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ def test_checks(options: dict[str, Any]) -> None:
 
 
 class Lstm(nn.Module):
-    """Layers of their own for each gate, of x and of h: two groups."""
+    """Each gate has separate layers for x and for h, which form two groups."""
 
     def __init__(self, gates: int = 4) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def sequences(kind: str, variant: Variant, *, hold: bool = False) -> tuple[Lstm,
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("kind", ["step", "gru"])
 def test_recurrent_cells(kind: str, hold: bool) -> None:
-    """Also where each state is held: bodies whose results are read again are unfolded."""
+    """Also tests held states. Subgraphs whose results are read again are unfolded."""
 
     def run(variant: Variant) -> Any:
         model, held = sequences(kind, variant, hold=hold)
@@ -347,7 +347,7 @@ def test_hooks_of_weights() -> None:
 @pytest.mark.parametrize("way", ["data", "in_place"])
 @pytest.mark.parametrize("when", ["before", "between", "after_a_read"])
 def test_weights_that_are_written_to(way: str, when: str) -> None:
-    """What reads them reads them as they were when it was captured, whichever flush it is in."""
+    """An op reads the weights as they were at its capture, in any flush."""
 
     def run(variant: Variant) -> Any:
         w = weights()
@@ -374,7 +374,7 @@ def test_weights_that_are_written_to(way: str, when: str) -> None:
 
 
 def test_written_to_before_backward() -> None:
-    """Through `.data`, which no version tells: eager reads what is there."""
+    """Writes through `.data` change no version counter, so eager reads the new content."""
 
     def run(variant: Variant) -> Any:
         w = weights()

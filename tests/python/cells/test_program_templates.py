@@ -14,7 +14,7 @@ from torch_autobatch import _C, _cell_templates
 
 @pytest.fixture
 def bodies(monkeypatch):
-    """The cells that programs ask for templates."""
+    """Returns the cells whose templates programs use."""
     made = []
 
     def make(*args):
@@ -114,7 +114,7 @@ def test_a_weight_that_is_frozen_gets_no_gradient(bodies):
 
 
 def test_another_order_of_cells_in_the_block(bodies):
-    """What weights are told by follows from the order in which a block meets them."""
+    """The identities of weights depend on the order in which a block uses them."""
     torch.manual_seed(0)
     one, two = ab.cell(Mixer(), dynamic=True), ab.cell(Mixer(), dynamic=True)
     plain = copy.deepcopy(one.state_dict()), copy.deepcopy(two.state_dict())
@@ -184,7 +184,7 @@ def test_values_that_are_asked_for_are_asked_each_time(bodies):
 
 
 def test_a_pause_within_a_cell_is_no_constant():
-    """`ab.eager()`: what is computed there follows from the argument's values."""
+    """Results of `ab.eager()` inside a cell depend on the values of the argument."""
     weight = torch.randn(3, 3, requires_grad=True)
 
     @ab.cell
@@ -200,7 +200,7 @@ def test_a_pause_within_a_cell_is_no_constant():
 
 
 def check(function, calls, bodies, blocks=4):
-    """As a dynamic cell, in some blocks; the last one's calls are captured by templates."""
+    """Runs a dynamic cell in several blocks. Templates capture the calls of the last block."""
     cell = ab.cell(function, dynamic=True)
     for _ in range(blocks):
         before = uses(bodies)
@@ -317,7 +317,7 @@ def test_a_constant_that_is_returned_is_none_of_the_templates(bodies):
 
 
 def test_attention_follows_its_settings(bodies):
-    """`sdpa_kernel` decides how eager runs it, and so how it is captured."""
+    """`sdpa_kernel` determines the kernel in eager mode, and therefore how the op is captured."""
     q = torch.randn(1, 2, 3, 4, requires_grad=True)
     for kernel in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
         with sdpa_kernel(kernel), ab.batch(adaptive=False):
@@ -328,7 +328,7 @@ def test_attention_follows_its_settings(bodies):
 
 
 def test_what_a_mask_and_sizes_alone_give_in_one_program(bodies):
-    """Of sizes and of masks: some lines are asked for by both."""
+    """Some lines of the program are needed for sizes and for masks."""
 
     def function(x, order):
         places = torch.arange(order.shape[0])

@@ -37,7 +37,7 @@ def test_a_result_in_column_order_runs_op_by_op() -> None:
     ],
 )
 def test_an_input_that_is_a_column(function: Callable[[Tensor], Tensor], bodies: bool) -> None:
-    """Its rows have gaps, so that no view of it can be taken of its copy."""
+    """The column slice has gaps between rows, so its views can't be made from a copy."""
 
     def program(variant: Variant) -> Any:
         leaves = [x.requires_grad_() for x in rows(4, 3, 8)]
@@ -75,7 +75,7 @@ def test_a_shared_pending_tensor() -> None:
 
 
 def test_operands_that_each_instance_has_of_its_own() -> None:
-    """In a body a value's number is the same for all members, its memory is not."""
+    """In a subgraph, a value has one number for all members, but separate memory."""
 
     def f(matrix: Tensor, vector: Tensor, row: Tensor, one: Tensor) -> Tensor:
         scaled = torch.where(matrix > one, matrix * row, one) + torch.lerp(matrix, row, 0.3)
@@ -103,7 +103,7 @@ def test_a_transposed_weight_and_a_part_of_one() -> None:
 
 
 def test_products_of_inputs_that_wait_for_no_cell_come_first() -> None:
-    """From the second block on: it is known then which inputs are states."""
+    """This happens from the second block on, when it is known which inputs are states."""
     torch.manual_seed(0)
     of_x, of_h = nn.Linear(3, 4), nn.Linear(4, 4)
 
@@ -143,7 +143,7 @@ def test_products_of_inputs_that_wait_for_no_cell_come_first() -> None:
 
 @pytest.mark.parametrize("viewed", [False, True])
 def test_results_from_what_comes_before_the_body(viewed: bool) -> None:
-    """Which the body itself does not read otherwise, or only its products do."""
+    """The subgraph reads these results only in products, or not at all."""
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(3)]
     xs = [[torch.randn(1, 4) for _ in range(n)] for n in (2, 3, 1)]
@@ -173,7 +173,7 @@ def test_results_from_what_comes_before_the_body(viewed: bool) -> None:
 
 
 def test_an_op_with_and_without_hidden_results() -> None:
-    """Two kinds of use, of which one runs by a rule that keeps more results than eager shows."""
+    """For one of two uses, the rule has more results than the op in eager mode."""
     torch.manual_seed(0)
     d = 6
     gru, table = nn.GRUCell(d, d), nn.Embedding(7, d)

@@ -60,7 +60,7 @@ def test_a_leaf_that_is_made_in_the_block() -> None:
 
 
 def test_the_data_of_an_argument() -> None:
-    """Not captured: another tensor object over the same memory, made without an op."""
+    """`.data` makes another tensor object over the same memory, without an op."""
 
     def program(variant: Variant) -> Any:
         leaves = [x.requires_grad_() for x in rows(4, 3)]
@@ -93,7 +93,7 @@ def test_a_leaf_whose_values_are_listed() -> None:
 @pytest.mark.parametrize("computed", [True, False])
 @pytest.mark.parametrize("change", ["requires_grad", "dtype", "shape"])
 def test_a_tensor_from_outside_that_looks_different_by_now(change: str, computed: bool) -> None:
-    """What is computed from it alone runs at once, and with it the cell op by op."""
+    """Ops on this tensor alone run eagerly, and therefore the cell runs op by op."""
 
     def program(variant: Variant) -> Any:
         scale = torch.full((3,), 2.0)
@@ -201,7 +201,7 @@ def test_views_of_weights_that_are_arguments(
 
 
 def test_results_that_need_a_shape_alone_are_read_at_once() -> None:
-    """A cell's node without operands is no factory, which is made by itself."""
+    """A cell's node without operands is not a factory, so it can't be created alone."""
 
     @ab.cell
     def states(x: Tensor) -> tuple[Tensor, Tensor]:

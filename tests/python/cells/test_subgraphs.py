@@ -44,7 +44,7 @@ def test_different_results_of_different_instances() -> None:
 
 
 def test_weights_of_a_result_that_is_not_used_get_no_gradient() -> None:
-    """c of a first step does not depend on the output gate."""
+    """c of the first step does not depend on the output gate."""
 
     def program(variant: Variant) -> Any:
         model = variant.model()
@@ -73,7 +73,7 @@ def test_a_hook_of_weights_that_are_not_reached_does_not_run() -> None:
 
 
 def test_what_is_not_reached_may_be_infinite() -> None:
-    """0 * inf is NaN: members and results without a gradient must not take part."""
+    """0 * inf is NaN, so members and results without a gradient must be left out."""
 
     def program(variant: Variant) -> Any:
         x = [torch.full((2,), v, requires_grad=True) for v in (1.0, 0.0, 2.0, 0.0)]

@@ -127,8 +127,8 @@ def test_run_of_a_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "why"),
     [
         (["--save", "picture.pdf", "train.py"], "expected a name that ends in .html, .json"),
-        (["--save", "nowhere/picture.html", "train.py"], "there is no directory nowhere"),
-        (["nothing.py"], "there is no script 'nothing.py'"),
+        (["--save", "nowhere/picture.html", "train.py"], "directory nowhere does not exist"),
+        (["nothing.py"], "script 'nothing.py' does not exist"),
     ],
 )
 def test_run_says_first_what_can_not_be_done(

@@ -44,7 +44,7 @@ def test_flush_stages_and_batches() -> None:
 
 
 def test_ranges_nest_in_a_trace(tmp_path: Path) -> None:
-    """A batch lies in its stage, that in its flush, and PyTorch's own ops in the batch."""
+    """Ranges nest: ops of PyTorch in a batch, the batch in a stage, the stage in a flush."""
     model = nn.Linear(3, 4)
     xs = [torch.randn(2, 3) for _ in range(4)]
     step(model, xs)
@@ -72,7 +72,7 @@ def test_ranges_nest_in_a_trace(tmp_path: Path) -> None:
 
 
 def test_a_profiler_that_starts_or_stops_in_the_block() -> None:
-    """A flush runs in the state of before the block, but for the profiler."""
+    """A flush runs in the thread state from before the block, except for the profiler."""
     model = nn.Linear(3, 4)
     xs = [torch.randn(1, 3) for _ in range(3)]
     with ab.batch() as scope, torch.no_grad():
@@ -124,7 +124,7 @@ def test_a_cell_is_a_range_with_its_ops_in_it() -> None:
 
 
 def test_recorded_arguments_are_no_reads_of_a_cell() -> None:
-    """The profiler asks pending tensors for their memory: nothing batches, and nothing is wrong."""
+    """The profiler reads the memory of pending tensors. Nothing is batched."""
     weight = torch.randn(3, 3)
     cell = ab.cell(lambda x: (x @ weight).tanh())
     xs = [torch.randn(1, 3) for _ in range(3)]
@@ -138,7 +138,7 @@ def test_recorded_arguments_are_no_reads_of_a_cell() -> None:
 
 
 def test_recorded_arguments_of_a_training_step() -> None:
-    """Their flushes come in the middle of a record, which another record would break."""
+    """Flushes occur while the profiler writes a record, which a second record would corrupt."""
     torch.manual_seed(0)
     cell, out = nn.LSTMCell(4, 4), nn.Linear(4, 4)
 

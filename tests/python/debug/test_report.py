@@ -12,7 +12,7 @@ from torch import nn
 
 
 def line_below() -> str:
-    """This file and the number of the line below the call."""
+    """Returns this file and the number of the line below the call."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None

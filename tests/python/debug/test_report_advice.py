@@ -24,7 +24,7 @@ DATA = torch.rand(16, 4)  # other data for each instance: equal ops on equal dat
 
 
 def run(code: Callable[[int], object], times: int = 16) -> ab.Report:
-    """The report of a block of so many examples, whose results are kept."""
+    """Returns the report of a block with this number of examples, whose results are kept."""
     with ab.batch(adaptive=False) as scope:
         kept = [code(i) for i in range(times)]
     assert len(kept) == times
@@ -38,7 +38,7 @@ def test_nothing_to_advise() -> None:
     report = run(lambda i: linear(DATA[i]).tanh())
     assert report.findings == []
     first, second, third = str(report).splitlines()[:3]
-    assert first == "32 ops ran in 2 launches: 16.0 times fewer than one by one."
+    assert first == "32 ops ran in 2 launches: 16.0 times fewer than without batching."
     assert second == "100 % of the ops ran together with others; 0 ran alone."
     assert third.startswith("No obstacle to larger batches was found. Most launches: ")
     assert "test_report_advice.py:" in third
@@ -171,7 +171,7 @@ def test_the_worst_line_is_among_the_first_three_of_a_training_program() -> None
 
 
 def test_a_graph_networks_report_is_short() -> None:
-    """Message passing, with as many ops on as many lines as they have."""
+    """Tests message passing with a realistic number of ops and lines."""
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
 
     def network(i: int) -> Tensor:

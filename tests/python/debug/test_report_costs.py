@@ -39,7 +39,7 @@ def encode(n: int) -> Tensor:
 
 
 def walks(adaptive: bool) -> ab.Report:
-    """Many ops that run well together, and then reads at each step."""
+    """Runs many ops that batch well, and then reads a value at each step."""
     seen: list[float] = []
     with ab.batch(adaptive=adaptive) as scope:
         kept = [encode(n) for n in range(1, 60)]
@@ -56,10 +56,10 @@ def test_a_read_after_which_the_block_paused_is_the_worst_line() -> None:
     first, second, third = str(report).splitlines()[:3]
     assert third.startswith("Worst line: ")
     assert ".item(): " in third
-    assert f"deferring paused and about {calls:,} calls ran at once" in third
+    assert f"deferring paused and about {calls:,} calls ran eagerly" in third
     ops, launches = report.nodes + calls, report.launches + calls
     assert first.startswith(f"About {ops:,} ops ran in {launches:,} launches: ")
-    assert second.endswith(f"and about {calls:,} at once while deferring was paused.")
+    assert second.endswith(f"and about {calls:,} ran eagerly while deferring was paused.")
 
 
 @pytest.mark.needs("direct_calls")
@@ -260,7 +260,7 @@ def test_a_block_that_ended_with_nothing_kept() -> None:
         for _ in range(4):
             linear(ONES).tanh()
         assert str(scope.report()).startswith("No op has run yet: 8 ops captured.")
-    assert str(scope.report()).startswith("No op ran: 8 ops captured. At the end of the block")
+    assert str(scope.report()).startswith("No op ran: 8 ops captured. The program kept none")
     assert not scope.report().is_open
 
 

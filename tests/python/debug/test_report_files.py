@@ -38,7 +38,7 @@ def read(loss: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def report() -> ab.Report:
-    """Of a training step with early flushes and a backward."""
+    """Returns the report of a training step with early flushes and a backward."""
     model = Model()
     with ab.batch(profile=True, adaptive=False) as scope:
         losses = []
@@ -160,7 +160,7 @@ def test_one_examples_structure(report: ab.Report) -> None:
 
 
 def test_one_examples_structure_after_early_flushes() -> None:
-    """No flush has all of an example, and the last one has its end alone."""
+    """No flush contains a whole example, and the last flush contains only its end."""
     from torch_autobatch._report_page import page_data
 
     step = Model().step
@@ -191,7 +191,7 @@ def test_a_notebook_shows_the_page(report: ab.Report) -> None:
 
 
 def dom_of(path: Path) -> str:
-    """The page's document after its script has run, with what the script complained of."""
+    """Returns the page's document after its script has run, with the errors of the script."""
     assert CHROMIUM is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
     options += ["--virtual-time-budget=5000", "--dump-dom"]

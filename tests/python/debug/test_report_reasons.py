@@ -35,7 +35,7 @@ HOOKED.register_full_backward_hook(lambda *_: None)
 
 
 class Double(torch.autograd.Function):
-    """Without a vmap rule."""
+    """A Function without a vmap rule."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
 
 
 def findings_of(read: Callable[[Tensor], None], steps: int = 6) -> list[Finding]:
-    """Of a loop that does that in each step."""
+    """Returns the findings of a loop that runs this code in each step."""
     with ab.batch(adaptive=False) as scope:
         for _ in range(steps):
             read(linear(torch.randn(4)).tanh().sum())
@@ -352,7 +352,7 @@ def test_eager_code_is_no_fault() -> None:
 
 
 def test_one_line_where_a_print_runs_ops_as_well() -> None:
-    """Formatting a tensor of several elements does."""
+    """Formatting a tensor of several elements runs ops."""
 
     def read(loss: Tensor) -> None:
         print(loss.expand(3), file=io.StringIO())
@@ -387,10 +387,10 @@ def test_modes_that_leave_nothing_to_batch(mode: Any, what: str, remedy: str) ->
     assert not any(map(ab.is_pending, losses))
     report = scope.report()
     [found] = report.findings
-    assert re.fullmatch(rf"{what}: \d+ ops ran at once", found.what)
+    assert re.fullmatch(rf"{what}: \d+ ops ran eagerly", found.what)
     assert remedy in found.remedy
     assert found.source.startswith("losses = [linear(")
-    assert re.match(r"No op was captured: \d+ ops ran at once\.\n\nWorst line: ", str(report))
+    assert re.match(r"No op was captured: \d+ ops ran eagerly\.\n\nWorst line: ", str(report))
 
 
 # --- findings in packages ---

@@ -67,7 +67,7 @@ class Silent:
 
 
 def made(line: str, path: Path) -> tuple[Callable[[Tensor, int], object], str]:
-    """A function with that line, and the line's place."""
+    """Makes a function with this line. Returns the function and the place of the line."""
     path.write_text(f"def read(y, i):\n    {line}\n")
     linecache.checkcache(str(path))
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
@@ -103,7 +103,7 @@ def test_what_reads_takes_the_blame(line: str, what: str, remedy: str, tmp_path:
     worst = scope.report().findings[0]
     assert worst.site == site
     assert worst.what.startswith(f"{what}: "), worst.what
-    assert "early flush" in worst.what or "ran at once" in worst.what
+    assert "early flush" in worst.what or "ran eagerly" in worst.what
     assert remedy in worst.remedy
 
 
@@ -121,7 +121,7 @@ def test_a_call_over_several_lines_with_other_texts(tmp_path: Path) -> None:
 
 
 def spots(source: str, path: Path) -> Iterator[Spot]:
-    """Of all instructions of a program."""
+    """Returns the spots of all instructions of a program."""
     path.write_text(source)
     linecache.checkcache(str(path))
     rest = [compile(source, str(path), "exec")]

@@ -282,7 +282,7 @@ def test_hooks_of_a_leaf_are_called() -> None:
 
 
 def test_history_before_the_block() -> None:
-    """The input lies behind an ordinary tensor: autograd goes there."""
+    """The path to the input passes through an ordinary tensor, so autograd runs."""
     v = tensor(3, 4).requires_grad_()
     w = v + 1
 
@@ -306,7 +306,7 @@ def test_after_a_read() -> None:
 
 
 def test_overwritten_values() -> None:
-    """What eager saved is no longer there: its error."""
+    """A saved tensor was overwritten, so eager's error is raised."""
     w = tensor(4).requires_grad_()
 
     def function(x: Tensor) -> bool:
@@ -335,7 +335,7 @@ def test_dropout() -> None:
 
 
 def test_sizes_that_are_all_different() -> None:
-    """A flush would cost more than to find the formulas for each."""
+    """Finding a formula for each size costs less than a flush."""
     w = tensor(3, 4).requires_grad_()
 
     def function(x: Tensor) -> Tensor:
@@ -407,7 +407,7 @@ def test_errors_of_one_instance() -> None:
 
 
 def test_a_factory_that_reads_the_shape_first_takes_no_gradient_away() -> None:
-    """Backward computes it again without gradients, and the view behind it with them."""
+    """Backward recomputes the factory without gradients, and the view behind it with gradients."""
     w = tensor(3, 3).requires_grad_()
     found = []
     for enabled in (False, True):

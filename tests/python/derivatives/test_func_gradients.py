@@ -68,7 +68,7 @@ def test_batched(name: str) -> None:
 
 
 def test_history_outside() -> None:
-    """The results can be differentiated by what the function closes over."""
+    """The results can be differentiated with respect to the function's closure variables."""
     w, v = W.clone().requires_grad_(), tensor(3, 4, seed=5).requires_grad_()
 
     def function(x: Tensor) -> list[Tensor]:
@@ -137,7 +137,7 @@ def test_weights_that_are_trained_in_between() -> None:
 
 
 def test_under_inference_mode() -> None:
-    """Autograd records nothing there, and functorch does."""
+    """In inference mode autograd records nothing, but functorch does."""
     x = torch.randn(4)
     gradient = torch.func.grad(lambda t: (t * t).sum())
     with torch.inference_mode():

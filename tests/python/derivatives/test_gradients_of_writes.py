@@ -49,7 +49,7 @@ def columns(x: Tensor, w: Tensor) -> Tensor:
 
 
 def parts_of_a_result(x: Tensor, w: Tensor) -> Tensor:
-    """What lies around the places has a gradient of its own."""
+    """The elements around the written places have their own gradient."""
     h = (x[:, :1] * w).sin()
     h[0, 1:3] = w[:2] * x[1, 1]
     h[1, ::2] *= w[2]
@@ -109,7 +109,7 @@ def test_twice(fill: Fill) -> None:
 
 @pytest.mark.parametrize("fill", FILLS)
 def test_gradients_of_pieces(fill: Fill) -> None:
-    """Inputs on the way, one an instance, which no write has changed."""
+    """Each instance has an input on the path that no write has changed."""
     w = tensor(4).requires_grad_()
 
     def instance(x: Tensor) -> list[Tensor]:
@@ -121,7 +121,7 @@ def test_gradients_of_pieces(fill: Fill) -> None:
 
 
 def test_a_gradient_that_is_not_finite() -> None:
-    """What was overwritten has a zero gradient, whatever that of its place is."""
+    """Overwritten values have a zero gradient, for any gradient of their place."""
     w = torch.zeros(4, dtype=DOUBLE, requires_grad=True)
 
     def instance(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ TOLERANCE = {
 
 
 class Blocks:
-    """What a program opens its blocks with; keeps their scopes for their reports."""
+    """Opens the blocks of a program, and keeps their scopes for the reports."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
@@ -49,7 +49,7 @@ def seed() -> None:
 
 
 def outcome(program: Program, enabled: bool) -> tuple[Any, list[ab.batch]]:
-    """What the program returned, or the exception it raised; and its scopes."""
+    """Returns what the program returned, or the exception that it raised, and its scopes."""
     seed()
     blocks = Blocks(enabled)
     try:
@@ -61,11 +61,12 @@ def outcome(program: Program, enabled: bool) -> tuple[Any, list[ab.batch]]:
 def same(
     program: Program, *, raises: type[Exception] | None = None, tolerance: float = 0.0
 ) -> ab.Report:
-    """The program does in blocks what it does without; returns the report of its last block.
+    """Checks that a program behaves the same with blocks; returns the report of the last block.
 
-    It returns all that is to be compared: tensors, numbers, texts, nested in lists and the like. If
-    ``raises`` is given, eager raises that, and so must it do in blocks. ``tolerance`` is for what
-    was computed at a lower precision than its dtype tells, and is of the largest value.
+    The program returns everything to compare: tensors, numbers and strings, nested in containers.
+    If ``raises`` is given, the program must raise this exception eagerly and in blocks.
+    ``tolerance`` is relative to the largest value. It is for values that were computed at a lower
+    precision than their dtype has.
     """
     expected, _ = outcome(program, False)
     if isinstance(expected, Exception) and not (raises and isinstance(expected, raises)):
@@ -83,7 +84,7 @@ def same(
 
 
 def compare(what: str, result: Any, expected: Any, tolerance: float = 0.0) -> None:
-    """Fail where the two differ in anything that a user can see."""
+    """Fails if the two differ in anything that a user can observe."""
     if isinstance(expected, Exception):
         compare_errors(what, result, expected)
     elif isinstance(expected, Tensor):
@@ -108,14 +109,14 @@ def compare(what: str, result: Any, expected: Any, tolerance: float = 0.0) -> No
 
 
 def compare_errors(what: str, result: Any, expected: Exception) -> None:
-    """The same type, and eager's first words among ours."""
+    """Fails if the types differ, or if our message does not contain the first words of eager's."""
     assert type(result) is type(expected), f"{what}: {result!r}, eager raises {expected!r}"
     words = str(expected).split("\n", maxsplit=1)[0][:50]
     assert words in str(result), f"{what}: {result}\n\neager: {expected}"
 
 
 def metadata(t: Tensor) -> dict[str, Any]:
-    """What is known of a tensor without its values."""
+    """The metadata of a tensor, which is known without its values."""
     known: dict[str, Any] = {
         "type": type(t),
         "dtype": t.dtype,
@@ -137,7 +138,7 @@ def metadata(t: Tensor) -> dict[str, Any]:
 
 
 def plain(t: Tensor) -> Tensor:
-    """The values of any tensor, as an ordinary one."""
+    """The values of a tensor of any kind, as an ordinary tensor."""
     t = t.detach()
     if t.is_nested:
         return torch.cat([part.reshape(-1) for part in t.unbind()])
@@ -211,12 +212,12 @@ def weight(*sizes: int, dtype: torch.dtype = DOUBLE) -> nn.Parameter:
 
 
 def inputs(lengths: Sequence[int] = LENGTHS, width: int = 3) -> list[Tensor]:
-    """One instance's rows each."""
+    """The rows of each instance."""
     return [rand(n, width) for n in lengths]
 
 
 def differentiate(*values: Any) -> None:
-    """Backward of all that requires grad, with weights that tell the entries apart."""
+    """Runs backward of all tensors that require grad, with a different weight for each element."""
     roots = [t for t in tensors(values) if t.requires_grad]
     gradients = [torch.linspace(1, 2, t.numel()).view(t.shape).to(t) for t in roots]
     if roots:
@@ -224,7 +225,7 @@ def differentiate(*values: Any) -> None:
 
 
 def each(case: Callable[[Tensor], Any], lengths: Sequence[int] = LENGTHS) -> Program:
-    """A program that does ``case`` to a pending tensor of every instance, then backward."""
+    """A program that applies ``case`` to a pending tensor of every instance, then runs backward."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs(lengths)
@@ -241,7 +242,7 @@ def is_pending(t: Tensor) -> bool:
 
 
 def assert_deferred(report: ab.Report, batches: int | None = None) -> None:
-    """Nothing ran before the block's end, and in at most so many batches."""
+    """Asserts that all ops ran at the block's end, in at most this number of batches."""
     early = sorted({f.reason for f in report.flushes[:-1]})
     assert not early, f"{len(report.flushes)} flushes: {early}"
     assert report.flushes[-1].reason.startswith("the end of the block")
@@ -251,7 +252,7 @@ def assert_deferred(report: ab.Report, batches: int | None = None) -> None:
 
 
 def line() -> int:
-    """The caller's line."""
+    """Returns the line number of the caller."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None

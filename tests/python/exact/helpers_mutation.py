@@ -38,7 +38,7 @@ def itruediv(t: Tensor, v: Tensor) -> None:
 
 
 def mask(t: Tensor) -> Tensor:
-    """The same places for every tensor of one shape."""
+    """A mask that is the same for all tensors of one shape."""
     return (torch.arange(t.numel()) % 2 == 0).view(t.shape)
 
 
@@ -111,7 +111,7 @@ WRITES: dict[str, Write] = {
 
 
 def attempt(action: Callable[[], Any]) -> str:
-    """How it went; a program compares errors as it compares values."""
+    """Returns the result or the error, so that errors are compared like values."""
     try:
         action()
     except RuntimeError as error:

@@ -54,7 +54,7 @@ def test_linear_is_one_product_for_all_instances(frozen: bool, grad: bool) -> No
 
 
 def test_weights_that_autocast_does_not_keep_are_cast_once() -> None:
-    """Frozen, or with the cache off; and anew after a write to them."""
+    """For frozen weights, and with the cache off. After a write, the weights are cast again."""
 
     def program(block: Blocks) -> Any:
         frozen, xs = torch.randn(3, 6), instances()
@@ -73,7 +73,7 @@ def test_weights_that_autocast_does_not_keep_are_cast_once() -> None:
 
 
 def test_one_autocast_around_several_blocks() -> None:
-    """Its cache has casts of ours then, which outlive the block."""
+    """The cache of autocast then contains casts from a block, which outlive the block."""
 
     def program(block: Blocks) -> Any:
         model, losses = nn.LSTMCell(6, 3), []
@@ -92,7 +92,7 @@ def test_one_autocast_around_several_blocks() -> None:
 
 
 def test_an_error_within() -> None:
-    """The cache of autocast, which goes on, has nothing that was lost."""
+    """The cache of autocast, which outlives the block, contains no lost tensors."""
 
     def program(block: Blocks) -> Any:
         layer, x, kept = nn.Linear(6, 3), torch.ones(2, 6), []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def block_of(block: Blocks, w: Tensor) -> tuple[Tensor, Tensor]:
-    """A held value, and one that was computed from it."""
+    """Returns a held value, and a value that was computed from it."""
     with block():
         h = torch.cat([(w * i).sin() for i in range(1, 3)])
         y = (h * h).cos() * w.sum()

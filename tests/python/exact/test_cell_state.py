@@ -58,7 +58,7 @@ def hooks_of_cell_state(block: Blocks) -> Any:
 
 
 def parts_of_cell_state(block: Blocks) -> Any:
-    """Views of c', and h' read through a view."""
+    """Tests views of c', and h' that is read through a view."""
     cell, xs = nn.LSTMCell(3, 2).double(), sentences()
     with block():
         states = [encode(cell, x)[-1] for x in xs]

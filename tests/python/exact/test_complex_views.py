@@ -115,7 +115,7 @@ def test_a_write_to_a_parameter_reaches_the_views_of_it() -> None:
 
 @pytest.mark.parametrize("read", ["view", "base", "other"])
 def test_reads_in_the_block(read: str) -> None:
-    """A tensor that becomes real takes the other one with it, so that a write reaches both."""
+    """If one tensor becomes real, the other one does too, so that a write changes both."""
 
     def program(block: Blocks) -> Any:
         w = weight(3, 4)

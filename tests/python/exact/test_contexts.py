@@ -37,7 +37,7 @@ GRAD_MODES: dict[str, Context] = {
 @pytest.mark.parametrize("place", ["around", "inside", "each"])
 @pytest.mark.parametrize("mode", GRAD_MODES)
 def test_context_grad_mode(mode: str, place: str) -> None:
-    """A mode around the block, in it, or around every other instance."""
+    """The mode is around the block, inside it, or around every other instance."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs([2] * 6), []
@@ -59,7 +59,7 @@ def test_context_grad_mode(mode: str, place: str) -> None:
 
 
 def test_pending_inference_tensors_are_not_saved_for_backward() -> None:
-    """Eager refuses them, whether or not the op that made them has run."""
+    """Eager raises an error, whether or not the op that made the tensor has run."""
 
     def program(block: Blocks) -> Any:
         w, x, errors = weight(), rand(4, 4), []
@@ -81,7 +81,7 @@ def test_pending_inference_tensors_are_not_saved_for_backward() -> None:
 
 @pytest.mark.parametrize("decorated", ["no_grad", "enable_grad", "inference_mode"])
 def test_context_grad_mode_as_decorator(decorated: str) -> None:
-    """A function decorated with a mode, called in the block, some calls within no_grad."""
+    """Calls a function that is decorated with a mode, in the block, sometimes under no_grad."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -167,7 +167,7 @@ CAST_OPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CAST_OPS)
 def test_context_autocast(name: str) -> None:
-    """Each op's dtypes under autocast are eager's, and so are the gradients'."""
+    """The dtypes of results and gradients under autocast match eager mode."""
 
     def program(block: Blocks) -> Any:
         w = weight(dtype=torch.float32)
@@ -184,7 +184,7 @@ def test_context_autocast(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["float16", "disabled_inside", "around", "cache"])
 def test_context_autocast_modes(kind: str) -> None:
-    """Other types, regions without it, and its cache of cast weights."""
+    """Tests other dtypes, regions without autocast, and autocast's cache of weights."""
 
     def program(block: Blocks) -> Any:
         w = weight(dtype=torch.float32)
@@ -213,7 +213,7 @@ def test_context_autocast_modes(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_context_set_default_dtype(dtype: torch.dtype) -> None:
-    """What numbers and integers become; changed between instances as well."""
+    """Tests dtypes of results of Python numbers, also if the default changes in the block."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
@@ -247,7 +247,7 @@ OTHERS: dict[str, Context] = {
 @pytest.mark.parametrize("at", ["capture", "flush"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_context_of_the_flush_is_another(other: str, at: str) -> None:
-    """The context counts that an op was written in, not the one in which it is computed."""
+    """An op runs in the context of its call, and not in the context of the flush."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(dtype=torch.float32), [rand(2, 3, dtype=torch.float32) for _ in range(4)]

@@ -28,13 +28,13 @@ from torch.utils.checkpoint import checkpoint
 
 
 def ordered(values: list[Tensor]) -> list[Tensor]:
-    """In an order that does not depend on when they were saved."""
+    """Sorts tensors in an order that does not depend on when they were saved."""
     return sorted((v.detach().clone() for v in values), key=lambda v: (v.shape, v.sum().item()))
 
 
 @pytest.mark.parametrize("op", ["linear", "tanh", "mul", "softmax", "cross_entropy", "exp"])
 def test_context_saved_tensor_hooks(op: str) -> None:
-    """pack and unpack are called with the values that eager saves; what unpack gives is used."""
+    """pack and unpack get the values that eager saves, and backward uses the result of unpack."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -68,7 +68,7 @@ def test_context_saved_tensor_hooks(op: str) -> None:
 
 
 def test_context_saved_tensor_hooks_save_on_cpu() -> None:
-    """PyTorch's own user of them."""
+    """Tests save_on_cpu, which uses the hooks."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -95,7 +95,7 @@ def test_context_saved_tensor_hooks_disabled() -> None:
 
 
 def test_context_saved_tensor_hooks_allow_mutation() -> None:
-    """Saved tensors that are written before backward keep the values that they had."""
+    """Saved tensors that are written to before backward keep their former values."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -115,7 +115,7 @@ def test_context_saved_tensor_hooks_allow_mutation() -> None:
 
 @pytest.mark.parametrize("when", ["all", "forward", "backward"])
 def test_context_anomaly_mode(when: str) -> None:
-    """NaN in backward is an error that says so, where eager has one; else nothing changes."""
+    """A NaN in backward raises an error if eager raises one. Otherwise nothing changes."""
 
     def program(block: Blocks) -> Any:
         w, xs, caught = weight(), inputs(), []
@@ -139,7 +139,7 @@ def test_context_anomaly_mode(when: str) -> None:
 
 
 def test_context_anomaly_mode_names_the_forward_line() -> None:
-    """The warning shows the traceback of the forward call that made the NaN."""
+    """The warning contains the traceback of the forward call that produced the NaN."""
 
     def program(block: Blocks) -> Any:
         w = weight()
@@ -160,7 +160,7 @@ def test_context_anomaly_mode_names_the_forward_line() -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("place", ["in_the_block", "around_the_block", "block_in_it"])
 def test_context_checkpoint(place: str, reentrant: bool) -> None:
-    """The function runs again in backward, as often as in eager, and dropout draws the same."""
+    """Backward runs the function again as often as eager, and dropout draws the same numbers."""
 
     def program(block: Blocks) -> Any:
         w, u, xs, calls = weight(), weight(), inputs(), []
@@ -187,7 +187,7 @@ def test_context_checkpoint(place: str, reentrant: bool) -> None:
 
 
 def test_context_checkpoint_frees_what_it_recomputes() -> None:
-    """Early stopping and a sequence of checkpoints, with per-instance backward."""
+    """Tests early stopping and a sequence of checkpoints, with a backward for each instance."""
     from torch.utils.checkpoint import checkpoint_sequential
 
     def program(block: Blocks) -> Any:
@@ -234,7 +234,7 @@ def test_context_create_graph(inside: bool) -> None:
 
 
 def test_context_create_graph_of_a_batched_backward() -> None:
-    """`backward(create_graph=True)` of the sum; then of what `.grad` holds."""
+    """Runs `backward(create_graph=True)` of the sum, and then backward of `.grad`."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -267,7 +267,7 @@ def test_context_gradgradcheck() -> None:
 
 
 def test_context_hessian() -> None:
-    """torch.autograd.functional's, which sets create_graph itself."""
+    """Tests torch.autograd.functional.hessian, which sets create_graph itself."""
 
     def program(block: Blocks) -> Any:
         w = weight()
@@ -286,7 +286,7 @@ def test_context_hessian() -> None:
 
 @pytest.mark.parametrize("which", ["input", "weight", "both"])
 def test_context_forward_mode(which: str) -> None:
-    """Tangents of a dual level go through captured ops."""
+    """Tangents of forward-mode AD pass through captured ops."""
 
     def program(block: Blocks) -> Any:
         w, xs, tangents = weight(), inputs(), []
@@ -303,7 +303,7 @@ def test_context_forward_mode(which: str) -> None:
 
 
 def test_context_forward_mode_of_a_pending_tensor() -> None:
-    """A dual made of a value that was computed in the block."""
+    """Makes a dual tensor from a value that was computed in the block."""
 
     def program(block: Blocks) -> Any:
         w, xs, tangents = weight(), inputs(), []

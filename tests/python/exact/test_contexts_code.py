@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Cube(torch.autograd.Function):
-    """Saves its input and a number; its gradient is not the true one, to tell that it runs."""
+    """Saves its input and a number. Its gradient is wrong on purpose, to show that it runs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -41,7 +41,7 @@ class Cube(torch.autograd.Function):
 
 
 class WithSetup(torch.autograd.Function):
-    """The newer style, with two results, one of which is not differentiable."""
+    """Uses setup_context, and has two results, one of which is not differentiable."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Any:
@@ -59,7 +59,7 @@ class WithSetup(torch.autograd.Function):
 
 
 class InPlace(torch.autograd.Function):
-    """Writes to its input and says so."""
+    """Writes to its input, and declares this."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class InPlace(torch.autograd.Function):
 
 
 class Straight(torch.autograd.Function):
-    """Returns its input; a straight-through estimator."""
+    """A straight-through estimator, which returns its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, hard: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("per_loss", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_context_custom_function(name: str, per_loss: bool) -> None:
-    """Its backward is what runs, for each loss, with what its forward saved."""
+    """The function's own backward runs for each loss, with the tensors that forward saved."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -116,7 +116,7 @@ def test_context_custom_function(name: str, per_loss: bool) -> None:
 
 
 def test_context_custom_function_that_fails() -> None:
-    """Errors of its forward and of its backward are the user's own."""
+    """Errors of its forward and its backward reach the user unchanged."""
 
     class Failing(torch.autograd.Function):
         @staticmethod
@@ -150,7 +150,7 @@ def test_context_custom_function_that_fails() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("kind", ["function", "module", "graph_break", "block_in_it"])
 def test_context_compile(kind: str, backend: str) -> None:
-    """torch.compile'd code called in the block, with pending arguments and closures."""
+    """Calls compiled code in the block, with pending arguments and closures."""
 
     def program(block: Blocks) -> Any:
         torch._dynamo.reset()
@@ -208,7 +208,7 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_context_transform(name: str) -> None:
-    """torch.func's transforms called in the block, over pending values and parameters."""
+    """Calls transforms of torch.func in the block, over pending values and parameters."""
 
     def program(block: Blocks) -> Any:
         model, w, xs = nn.Linear(3, 3).double(), weight(), inputs()
@@ -221,7 +221,7 @@ def test_context_transform(name: str) -> None:
 
 
 def test_context_block_inside_a_transform() -> None:
-    """The other way about: vmap, grad and jvp of a function that opens a block."""
+    """Calls vmap, grad and jvp of a function that opens a block."""
 
     def program(block: Blocks) -> Any:
         w, x = weight(), rand(4, 3)
@@ -243,7 +243,7 @@ def test_context_block_inside_a_transform() -> None:
 
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_context_torch_function_mode(place: str) -> None:
-    """It sees the calls that the user wrote, and may change them."""
+    """The mode observes the calls that the user wrote, and may change them."""
 
     def program(block: Blocks) -> Any:
         calls: list[str] = []
@@ -271,7 +271,7 @@ def test_context_torch_function_mode(place: str) -> None:
 
 @pytest.mark.parametrize("place", ["around", "inside"])
 def test_context_torch_dispatch_mode(place: str) -> None:
-    """It sees the ops that eager's sees, with real values, and may change them."""
+    """The mode observes the same ops as in eager mode, with real values, and may change them."""
 
     def program(block: Blocks) -> Any:
         ops: list[str] = []
@@ -298,7 +298,7 @@ def test_context_torch_dispatch_mode(place: str) -> None:
 
 
 def test_context_flop_counter() -> None:
-    """PyTorch's own dispatch mode counts the same work."""
+    """FlopCounterMode of PyTorch counts the same number of operations."""
     from torch.utils.flop_counter import FlopCounterMode
 
     def program(block: Blocks) -> Any:
@@ -327,7 +327,7 @@ def test_context_fake_tensors() -> None:
 
 
 class Tagged(Tensor):
-    """A subclass by __torch_function__: results keep the type and a tag."""
+    """A subclass with __torch_function__. Results keep the type and a tag."""
 
     tag: str = ""
 
@@ -340,7 +340,7 @@ class Tagged(Tensor):
 
 
 class Wrapper(Tensor):
-    """A subclass by __torch_dispatch__ that holds another tensor and counts its ops."""
+    """A subclass with __torch_dispatch__, which holds another tensor and counts its ops."""
 
     ops: list[str]
     inner: Tensor
@@ -364,7 +364,7 @@ class Wrapper(Tensor):
 
 @pytest.mark.parametrize("role", ["input", "weight", "pending"])
 def test_context_torch_function_subclass(role: str) -> None:
-    """Type and attributes survive, whichever argument is of the subclass."""
+    """Results keep the type and the attributes, whichever argument is of the subclass."""
 
     def tagged(t: Tensor, tag: str) -> Tagged:
         made = t.as_subclass(Tagged)
@@ -390,7 +390,7 @@ def test_context_torch_function_subclass(role: str) -> None:
 
 @pytest.mark.parametrize("role", ["input", "pending", "mixed"])
 def test_context_torch_dispatch_subclass(role: str) -> None:
-    """The wrapper's own code sees each op, as in eager."""
+    """The code of the wrapper observes each op, as in eager mode."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []

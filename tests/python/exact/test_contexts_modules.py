@@ -27,7 +27,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 
 def test_context_module_hooks() -> None:
-    """Forward-pre, forward, backward-pre and backward hooks: order, arguments, replacements."""
+    """Tests order, arguments and replacements of forward(-pre) and backward(-pre) hooks."""
 
     def program(block: Blocks) -> Any:
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2)).double()
@@ -90,7 +90,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_context_batch_norm_statistics(name: str) -> None:
-    """Running statistics after each instance are eager's, in its order, and in eval they count."""
+    """Running statistics match eager mode after each instance, and evaluation uses them."""
 
     def program(block: Blocks) -> Any:
         norm, w = NORMS[name]().double(), weight()
@@ -131,7 +131,7 @@ PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", PARAMETRIZED)
 def test_context_parametrize(name: str) -> None:
-    """Weights that are computed at each use, or once in a cached region; their buffers move."""
+    """Tests weights that are computed at each use, or once in a cached region."""
 
     def program(block: Blocks) -> Any:
         layer = PARAMETRIZED[name]().double()
@@ -151,7 +151,7 @@ def test_context_parametrize(name: str) -> None:
 
 
 def test_context_parametrize_cached_stays_batched() -> None:
-    """A weight that is computed in the block, once for all instances, is one weight."""
+    """A weight that is computed once in the block is one weight for all instances."""
 
     def program(block: Blocks) -> Any:
         layer = nn.Linear(3, 3).double()
@@ -239,7 +239,7 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", KINDS)
 def test_context_kind_of_tensor(name: str) -> None:
-    """Sparse, quantised, nested, meta, complex and the rest: passed through, or right."""
+    """Tensors of other kinds (sparse, nested, meta, ...) give the results of eager mode."""
     same(each(KINDS[name]))
 
 
@@ -264,7 +264,7 @@ def test_context_sparse_gradients(layer: str) -> None:
 
 
 def test_context_dynamic_quantised_module() -> None:
-    """A model quantised by torch.ao, called in the block beside an ordinary one."""
+    """Calls a model that torch.ao quantised, and an ordinary model, in one block."""
 
     def program(block: Blocks) -> Any:
         model = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(3, 3)), {nn.Linear})

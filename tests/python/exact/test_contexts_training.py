@@ -28,7 +28,7 @@ def make_model() -> nn.Module:
 
 
 class Items(Dataset[Tensor]):
-    """Items of different length, computed when asked for."""
+    """A dataset of items of different lengths, which are computed on access."""
 
     def __len__(self) -> int:
         return 6
@@ -38,7 +38,7 @@ class Items(Dataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """The same as a stream."""
+    """The same items as an iterable dataset."""
 
     def __iter__(self) -> Any:
         return iter([Items()[i] for i in range(6)])
@@ -61,7 +61,7 @@ def flatten(items: Any) -> list[Tensor]:
 @pytest.mark.parametrize("place", ["block_around", "block_inside", "in_the_middle"])
 @pytest.mark.parametrize("name", LOADERS)
 def test_context_data_loader(name: str, place: str) -> None:
-    """Iterating in the block, around it, and with values pending when the workers are forked."""
+    """Iterates inside and around the block, and forks workers while values are pending."""
 
     def program(block: Blocks) -> Any:
         model, results = make_model(), []
@@ -84,7 +84,7 @@ def test_context_data_loader(name: str, place: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pinned memory needs CUDA")
 def test_context_data_loader_pinned_memory() -> None:
-    """Pinned batches, copied to the device without waiting, in the block."""
+    """Copies pinned batches to the device in the block, without waiting."""
 
     def program(block: Blocks) -> Any:
         model, results = make_model().cuda(), []
@@ -117,7 +117,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.mark.parametrize("place", ["outside", "inside", "step_only_inside"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_context_optimizer(name: str, place: str) -> None:
-    """Three steps; the weights after each are eager's."""
+    """Runs three steps, and compares the weights after each step with eager mode."""
 
     def program(block: Blocks) -> Any:
         model, xs, seen = make_model(), inputs(), []
@@ -154,7 +154,7 @@ def test_context_optimizer(name: str, place: str) -> None:
 
 
 def test_context_optimizer_lbfgs() -> None:
-    """A closure that opens the block, called several times by a step."""
+    """The step calls a closure several times, and the closure opens the block."""
 
     def program(block: Blocks) -> Any:
         model, xs = make_model(), inputs()
@@ -175,7 +175,7 @@ def test_context_optimizer_lbfgs() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_context_optimizer_with_its_company(inside: bool) -> None:
-    """Clipping, a schedule, accumulation over two blocks, a running average, state_dict."""
+    """Tests clipping, a scheduler, accumulation over two blocks, an averaged model, state_dict."""
 
     def program(block: Blocks) -> Any:
         model, xs, norms = make_model(), inputs(), []
@@ -211,7 +211,7 @@ def test_context_optimizer_with_its_company(inside: bool) -> None:
 
 
 def test_context_optimizer_in_backward() -> None:
-    """A step in a post-accumulate hook of each parameter, with the gradient freed there."""
+    """A post-accumulate hook of each parameter runs a step and frees the gradient."""
 
     def program(block: Blocks) -> Any:
         model, xs, steps = make_model(), inputs(), []
@@ -236,7 +236,7 @@ def test_context_optimizer_in_backward() -> None:
 
 
 def test_context_grad_scaler() -> None:
-    """Mixed precision's scaler, around a block under autocast."""
+    """Tests GradScaler around a block under autocast."""
 
     def program(block: Blocks) -> Any:
         model = make_model().float()
@@ -262,7 +262,7 @@ def test_context_grad_scaler() -> None:
 
 
 def replica(rank: int, enabled: bool, place: str) -> list[Tensor]:
-    """Two steps of one process; returns its losses, gradients and weights."""
+    """Runs two steps of one process. Returns its losses, gradients and weights."""
     from torch.nn.parallel import DistributedDataParallel
 
     blocks = Blocks(enabled)
@@ -303,7 +303,7 @@ PLACES = ["forward_inside", "backward_inside", "wrapped_outside", "no_sync"]
 
 
 def run_replica(rank: int, port: int) -> None:
-    """One of two processes: eager's results and the block's, for every place, must agree."""
+    """One of two processes. Results of blocks at every place must match eager mode."""
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -319,7 +319,7 @@ def run_replica(rank: int, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def replicas() -> list[str]:
-    """What two processes printed."""
+    """Runs two processes, and returns their output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -352,7 +352,7 @@ def replicas() -> list[str]:
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_context_distributed_data_parallel(place: str, replicas: list[str]) -> None:
-    """Two gloo processes: forward, backward, all-reduce, inside and outside the block."""
+    """Two gloo processes run forward, backward and all-reduce inside and outside the block."""
     for text in replicas:
         assert f"{place} agrees" in text, text[-1500:]
 

@@ -36,7 +36,7 @@ BASES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("use", EXPANDED)
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradient_of_a_held_expanded_tensor(use: str, base: str, create_graph: bool) -> None:
-    """Each of its elements has a gradient of its own, whichever view leads to it."""
+    """Each element has a separate gradient, whichever view it is accessed through."""
 
     def program(block: Blocks) -> Any:
         w = weight(3)
@@ -52,7 +52,7 @@ def test_gradient_of_a_held_expanded_tensor(use: str, base: str, create_graph: b
 
 
 def test_backward_to_a_held_expanded_tensor() -> None:
-    """`backward(inputs=[x])`, hooks and `retain_grad` of what `broadcast_to` gave."""
+    """Tests `backward(inputs=[x])`, hooks and `retain_grad` of a result of `broadcast_to`."""
 
     def program(block: Blocks) -> Any:
         w, seen = weight(4), []
@@ -68,7 +68,7 @@ def test_backward_to_a_held_expanded_tensor() -> None:
 
 
 def test_held_views_of_one_region() -> None:
-    """Two held views of the same elements are one operand in forward, not in backward."""
+    """Two held views of the same elements are one operand in forward, but not in backward."""
 
     def program(block: Blocks) -> Any:
         w = weight(3, 3)
@@ -95,7 +95,7 @@ READ_FIRST: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("use", EXPANDED)
 @pytest.mark.parametrize("read", READ_FIRST)
 def test_expanded_tensor_that_was_read(use: str, base: str, read: str) -> None:
-    """What was captured before and after the read gives each element its own gradient."""
+    """Ops captured before and after the read give each element its own gradient."""
 
     def program(block: Blocks) -> Any:
         w = weight(3)

@@ -68,7 +68,7 @@ UNNAMED |= {"setitem", "select", "index", "cat_of_nothing"}
 
 @pytest.mark.parametrize("name", CAPTURE_ERRORS)
 def test_failure_at_capture(name: str) -> None:
-    """Raised where it is written, as in eager; the block goes on, and loses nothing."""
+    """The error is raised at the call, as in eager mode. The block continues."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
@@ -89,7 +89,7 @@ def test_failure_at_capture(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CAPTURE_ERRORS if n not in UNNAMED])
 def test_failure_at_capture_names_op_shapes_and_line(name: str) -> None:
-    """In the message, and as the last frame of the user's in the traceback."""
+    """The line is in the message, and it is the last frame of user code in the traceback."""
     w = weight()
     with ab.batch():
         h = F.linear(rand(2, 3), w) * 2
@@ -105,7 +105,7 @@ def test_failure_at_capture_names_op_shapes_and_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["matmul", "view", "select", "dtypes", "conv"])
 def test_failure_at_capture_that_leaves_the_block(name: str) -> None:
-    """Values captured before it are computed; the scope is closed; the next block works."""
+    """Values captured before the error are computed, the scope closes, and the next block works."""
     w, x = weight(), rand(2, 3)
     with pytest.raises(Exception), ab.batch() as scope:  # noqa: B017, PT011, PT012
         before = F.linear(x, w).tanh()
@@ -120,7 +120,7 @@ def test_failure_at_capture_that_leaves_the_block(name: str) -> None:
 
 
 def works() -> None:
-    """A block is like any other: the one before has left nothing behind."""
+    """Asserts that the previous block has no effect on the next one."""
     w, xs = weight(), inputs((2, 3, 1))
     with ab.batch() as scope:
         results = [F.linear(x, w).tanh() for x in xs]
@@ -158,7 +158,7 @@ FLUSH_ERRORS: dict[str, tuple[str, Callable[[Tensor, int], Tensor]]] = {
 
 @pytest.mark.parametrize("name", FLUSH_ERRORS)
 def test_failure_at_flush_has_eagers_type(name: str) -> None:
-    """Whether it is raised at capture or at the end of the block."""
+    """The type is the same, whether the error is raised at capture or at the end of the block."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs((2, 2, 2, 2))
@@ -172,7 +172,7 @@ def test_failure_at_flush_has_eagers_type(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLUSH_ERRORS)
 def test_failure_at_flush_names_op_shapes_and_line(name: str) -> None:
-    """The line where the op was captured, of the very instance that is at fault."""
+    """The message names the line where the op of the failing instance was captured."""
     op, call = FLUSH_ERRORS[name]
     w, xs = weight(), inputs((2, 2, 2))
     with pytest.raises(Exception) as raised, ab.batch():  # noqa: PT011, PT012
@@ -192,7 +192,7 @@ def test_failure_at_flush_names_op_shapes_and_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", FLUSH_ERRORS)
 def test_failure_at_flush_leaves_usable_values(name: str) -> None:
-    """What stands before it has its values and gradients; what is lost says why, each time."""
+    """Earlier values and gradients are right. Each use of a lost value gives the reason."""
     call = FLUSH_ERRORS[name][1]
     w, xs = weight(), inputs((2, 2, 2))
     with contextlib.suppress(Exception), ab.batch() as scope:
@@ -244,7 +244,7 @@ def test_failure_at_flush_of_a_read_in_each_instance() -> None:
 
 
 def test_failure_at_flush_keeps_what_was_pending_before_it() -> None:
-    """Earlier instances' values, held while a later one fails, are not lost with it."""
+    """Held values of earlier instances are not lost when a later instance fails."""
 
     def program(block: Blocks) -> Any:
         table, held = weight(4, 3), []
@@ -264,7 +264,7 @@ def test_failure_at_flush_keeps_what_was_pending_before_it() -> None:
 
 
 def test_failure_in_a_batch_spares_its_siblings_that_came_before() -> None:
-    """The members of one batch before the one at fault are what eager had computed."""
+    """The members of the batch before the failing one have the values of eager mode."""
 
     def program(block: Blocks) -> Any:
         table, held = weight(4, 3), []
@@ -278,7 +278,7 @@ def test_failure_in_a_batch_spares_its_siblings_that_came_before() -> None:
 
 
 def test_failure_of_the_first_of_two_is_the_one_that_is_named() -> None:
-    """Eager stops at the first."""
+    """The first failure is raised, because eager stops at it."""
     table = weight(4, 3)
     with pytest.raises(IndexError) as raised, ab.batch():  # noqa: PT012
         first = F.embedding(index(9), table)
@@ -289,7 +289,7 @@ def test_failure_of_the_first_of_two_is_the_one_that_is_named() -> None:
 
 
 def test_failure_in_a_nested_block_is_raised_by_the_outer_one() -> None:
-    """An error of the inner block's own code is the user's; the outer block goes on."""
+    """An error of the inner block's code reaches the user unchanged. The outer block continues."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
@@ -312,7 +312,7 @@ def test_failure_in_a_nested_block_is_raised_by_the_outer_one() -> None:
 
 @pytest.mark.parametrize("where", ["held", "parameter", "node"])
 def test_failure_in_backward(where: str) -> None:
-    """A hook that raises: the user's own exception; other losses can still be differentiated."""
+    """A hook raises an exception, which reaches the user. Other losses can be differentiated."""
 
     def program(block: Blocks) -> Any:
         w, u, xs = weight(), weight(), inputs()
@@ -345,12 +345,12 @@ def test_failure_in_backward(where: str) -> None:
 
 
 class MineError(ValueError):
-    """An exception of the user's."""
+    """An exception class of the user."""
 
 
 @contextlib.contextmanager
 def kernel(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replaces the CPU kernels of tanh by ``function``, in Python."""
+    """Replaces the CPU kernels of tanh with the Python function ``function``."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("tanh", lambda x: function(x), "CPU")
         library.impl("tanh.out", lambda x, *, out: out.copy_(function(x)), "CPU")
@@ -363,7 +363,7 @@ def tanh(x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*overriding")
 def test_failure_of_a_python_kernel_is_its_own_exception() -> None:
-    """Its type and its text survive the way through C++, at the flush too."""
+    """Type and text of the exception do not change when it passes through C++, or in a flush."""
 
     def fail(x: Tensor) -> Tensor:
         raise MineError("from the kernel")
@@ -384,7 +384,7 @@ def test_failure_of_a_python_kernel_is_its_own_exception() -> None:
 
 @contextlib.contextmanager
 def memory_for(entries: int) -> Iterator[list[int]]:
-    """tanh runs out of memory above so many entries; gives the sizes of the calls that did not."""
+    """Makes tanh run out of memory above this size. Yields the sizes of successful calls."""
     sizes: list[int] = []
 
     def limited(x: Tensor) -> Tensor:
@@ -400,7 +400,7 @@ def memory_for(entries: int) -> Iterator[list[int]]:
 @pytest.mark.filterwarnings("ignore:.*overriding")
 @pytest.mark.parametrize("grad", [False, True])
 def test_failure_out_of_memory_tries_smaller_batches(grad: bool) -> None:
-    """Eight instances do not fit, four do: not one by one, and with eager's results."""
+    """Four instances fit into memory, eight do not. Halves run, with the results of eager mode."""
     w, xs = weight(), inputs([2] * 8)
     with memory_for(24) as sizes, torch.set_grad_enabled(grad):
         with ab.batch():
@@ -421,7 +421,7 @@ def test_failure_out_of_memory_tries_smaller_batches(grad: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*overriding")
 def test_failure_out_of_memory_gives_up_with_eagers_error() -> None:
-    """Not even one instance fits: the allocator's own error, with op, shapes and line."""
+    """No instance fits. The allocator's error is raised, with op, shapes and line."""
     w, xs = weight(), inputs([2] * 4)
     with memory_for(5), pytest.raises(torch.OutOfMemoryError, match="for 6") as raised:  # noqa: PT012, SIM117
         with ab.batch():
@@ -460,7 +460,7 @@ print("done")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_failure_out_of_memory_of_the_process() -> None:
-    """Where eager's one instance at a time fits into the address space, the block does."""
+    """If single instances fit into the address space in eager mode, the block fits too."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED],
         capture_output=True,

@@ -25,7 +25,7 @@ from torch_autobatch import _C
 
 
 def works() -> None:
-    """A block is like any other: the one before has left nothing behind."""
+    """Asserts that the previous block has no effect on the next one."""
     w, xs = weight(), inputs((2, 3, 1))
     with ab.batch() as scope:
         results = [F.linear(x, w).tanh() for x in xs]
@@ -39,7 +39,7 @@ def works() -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, whatever pytest was started under."""
+    """Makes SIGINT raise KeyboardInterrupt, regardless of how pytest was started."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -47,7 +47,7 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.mark.usefixtures("ctrl_c")
 def test_failure_ctrl_c_during_capture() -> None:
-    """KeyboardInterrupt leaves the block as any exception does."""
+    """KeyboardInterrupt ends the block like any other exception."""
     w, xs = weight(), inputs()
     with pytest.raises(KeyboardInterrupt), ab.batch():  # noqa: PT012
         results = []
@@ -65,7 +65,7 @@ def test_failure_ctrl_c_during_capture() -> None:
 
 @contextlib.contextmanager
 def kernel(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replaces the CPU kernels of tanh by ``function``, in Python."""
+    """Replaces the CPU kernels of tanh with the Python function ``function``."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("tanh", lambda x: function(x), "CPU")
         library.impl("tanh.out", lambda x, *, out: out.copy_(function(x)), "CPU")
@@ -76,7 +76,7 @@ def kernel(function: Callable[[Tensor], Tensor]) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:.*overrid")
 @pytest.mark.parametrize("grad", [False, True])
 def test_failure_ctrl_c_during_flush(grad: bool) -> None:
-    """It comes while a batch runs: nothing is tried again, and what is not computed is lost."""
+    """Ctrl-C during a batch: no batch is retried, and values that are not computed are lost."""
     calls = []
 
     def interrupted(x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def test_failure_ctrl_c_during_flush(grad: bool) -> None:
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.filterwarnings("ignore:.*overrid")
 def test_failure_ctrl_c_during_a_read() -> None:
-    """The flush of a read in the block is interrupted; the block's end does not run it again."""
+    """The flush of a read is interrupted, and the end of the block does not run it again."""
     calls = []
 
     def interrupted(x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_failure_ctrl_c_during_a_read() -> None:
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", ["hook", "function"])
 def test_failure_ctrl_c_during_backward(kind: str) -> None:
-    """Raised in Python code that backward calls; other losses can still be differentiated."""
+    """Python code that backward calls is interrupted. Other losses can be differentiated."""
 
     class Interrupted(torch.autograd.Function):
         @staticmethod
@@ -174,7 +174,7 @@ while True:
 
 @pytest.mark.parametrize("attempt", range(3))
 def test_failure_ctrl_c_from_outside(attempt: int) -> None:
-    """A training loop stops with KeyboardInterrupt, wherever the signal reaches it."""
+    """A training loop stops with KeyboardInterrupt, whenever the signal arrives."""
     process = subprocess.Popen(
         [sys.executable, "-c", FOREVER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -193,7 +193,7 @@ def test_failure_ctrl_c_from_outside(attempt: int) -> None:
 
 
 def in_child(body: Callable[[], None]) -> int:
-    """The exit status of a forked process that runs ``body``; 0 if it raised nothing."""
+    """Runs ``body`` in a forked process. Returns the exit status, 0 if no error was raised."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -213,7 +213,7 @@ def in_child(body: Callable[[], None]) -> int:
 @pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("act", ["read", "continue", "backward", "drop", "block"])
 def test_failure_fork_with_a_pending_graph(act: str) -> None:
-    """The child computes its own copy; the parent's block knows nothing of it."""
+    """The child computes its own copy, which does not affect the parent's block."""
     w, xs = weight(), inputs()
     expected = [F.linear(x, w).tanh().sum() for x in xs]
     gradient = torch.autograd.grad(sum(expected), w)[0]
@@ -248,7 +248,7 @@ def test_failure_fork_with_a_pending_graph(act: str) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_failure_fork_before_any_block() -> None:
-    """Workers that are forked from a process that has used blocks use them too."""
+    """Workers that a process forks after it has used blocks can use blocks too."""
     works()
     assert in_child(works) == 0
     works()
@@ -258,7 +258,7 @@ def test_failure_fork_before_any_block() -> None:
 
 
 def test_failure_two_threads_each_with_a_scope() -> None:
-    """They take turns, op by op, with one set of weights; values, batches and gradients."""
+    """Two threads take turns, op by op, with the same weights."""
     w, xs, turns = weight(), inputs([2] * 6), threading.Barrier(2, timeout=30)
     results: dict[int, Any] = {}
 
@@ -301,7 +301,7 @@ HANDED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("own_block", [False, True])
 @pytest.mark.parametrize("name", HANDED)
 def test_failure_pending_tensor_handed_to_another_thread(name: str, own_block: bool) -> None:
-    """It is used there, with a block of that thread's own or without; the owner goes on."""
+    """The other thread uses the tensor, with or without its own block. The owner continues."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
@@ -324,7 +324,7 @@ def test_failure_pending_tensor_handed_to_another_thread(name: str, own_block: b
 
 
 def test_failure_pending_tensor_dies_on_another_thread() -> None:
-    """Python's collector runs on any thread."""
+    """A pending tensor may be freed on any thread, because Python's collector runs there."""
     w, xs = weight(), inputs()
     with ab.batch() as scope:
         kept = [F.linear(x, w) for x in xs]
@@ -336,7 +336,7 @@ def test_failure_pending_tensor_dies_on_another_thread() -> None:
 
 
 def test_failure_threads_share_a_pending_tensor() -> None:
-    """Several threads read the same pending values at once, while the owner captures on."""
+    """Several threads read the same pending values at the same time, while the owner captures."""
     w, xs = weight(), inputs([2] * 8)
     expected = [F.linear(x, w).tanh().sum().item() for x in xs]
 
@@ -366,7 +366,7 @@ def test_failure_threads_share_a_pending_tensor() -> None:
 
 
 def test_failure_pending_tensor_outlives_its_scope() -> None:
-    """A context manager that holds a block open is dropped: the values are still there."""
+    """A context manager that keeps a block open is dropped, and the values are still computed."""
 
     @contextlib.contextmanager
     def opened() -> Iterator[list[Tensor]]:
@@ -386,7 +386,7 @@ def test_failure_pending_tensor_outlives_its_scope() -> None:
 
 
 def test_failure_pending_tensor_outlives_its_thread() -> None:
-    """A thread that opened a block and never closed it."""
+    """A thread opens a block, and ends without closing it."""
     w, x = weight(), rand(2, 3)
     opened: list[Any] = []
 
@@ -408,7 +408,7 @@ def test_failure_pending_tensor_outlives_its_thread() -> None:
 
 
 def test_failure_pending_tensor_outlives_its_graph() -> None:
-    """One of many results is kept; everything else of the block is gone."""
+    """One of many results is kept after all other objects of the block were freed."""
     w, xs = weight(), inputs()
     with ab.batch():
         results = [F.linear(x, w).tanh() for x in xs]
@@ -423,7 +423,7 @@ def test_failure_pending_tensor_outlives_its_graph() -> None:
 
 
 def test_failure_blocks_closed_in_the_wrong_order() -> None:
-    """The outer one first: refused or right, and eager afterwards."""
+    """The outer block is closed first. This raises an error or works, and later ops run eagerly."""
     w, x = weight(), rand(2, 3)
     outer, inner = ab.batch(), ab.batch()
     outer.__enter__()
@@ -448,6 +448,6 @@ print("leaving", flush=True)
 
 
 def test_failure_process_ends_inside_a_block() -> None:
-    """The interpreter is torn down with pending tensors in globals: no crash."""
+    """The interpreter ends while globals hold pending tensors, and does not crash."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr[-800:]

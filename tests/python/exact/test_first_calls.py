@@ -38,7 +38,7 @@ def test_layers_in_all_orders() -> None:
 
 
 def test_a_weight_that_is_two_of_one_call() -> None:
-    """Tied and not tied have other keys, whatever numbers the weights get."""
+    """Tied and separate weights have different keys, whatever numbers the weights get."""
     a, b, c = (nn.Parameter(torch.randn(16, 4)) for _ in range(3))
     bias = nn.Parameter(torch.randn(16))
 
@@ -55,7 +55,7 @@ def test_a_weight_that_is_two_of_one_call() -> None:
 
 @pytest.mark.parametrize("frozen", range(3))
 def test_weights_of_which_some_are_frozen(frozen: int) -> None:
-    """What does not require grad is numbered apart, and may be two objects over one memory."""
+    """Frozen weights are numbered separately. Two objects may have the same memory."""
     layers = [nn.Linear(4, 4) for _ in range(3)]
     layers[frozen].requires_grad_(False)
     same = layers[frozen].weight.view(4, 4)
@@ -72,7 +72,7 @@ def test_weights_of_which_some_are_frozen(frozen: int) -> None:
 
 
 def test_a_parameter_is_an_operand_first() -> None:
-    """Its identity is none of a signature's then; later it is a weight, or the other way around."""
+    """A parameter is first an operand and later a weight, or the other way around."""
     w, v = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
     uses: list[Callable[[Tensor], Tensor]] = [
         lambda p: p * 2,
@@ -86,7 +86,7 @@ def test_a_parameter_is_an_operand_first() -> None:
 
 
 def test_another_parameter_of_the_same_number() -> None:
-    """Blocks one after the other, each with parameters of its own."""
+    """Opens several blocks, each with different parameters."""
     for k in range(4):
         layer, other = nn.Linear(4, 4), nn.Linear(4, 4)
         modules = [layer, other] if k % 2 else [other, layer]

@@ -20,7 +20,7 @@ WRONG_FILLS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("value", WRONG_FILLS)
 def test_fill_with_more_than_a_number(value: str) -> None:
-    """fill_ takes a tensor without dimensions."""
+    """fill_ also accepts a tensor without dimensions."""
 
     def program(block: Blocks) -> Any:
         with block():
@@ -45,7 +45,7 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Any], type[Exception] | None]] = {
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_in_place_op_without_its_functional_gradient(op: str) -> None:
-    """Autograd has other formulas for some in-place ops, or none."""
+    """Some in-place ops have different derivative formulas than their functional forms, or none."""
     function, error = IN_PLACE[op]
 
     def program(block: Blocks) -> Any:

@@ -34,7 +34,7 @@ def frozen_projections(block: Blocks) -> Any:
 
 
 def one_matrix_in_two_shapes(block: Blocks) -> Any:
-    """An earlier block does not decide which matrix a later one multiplies."""
+    """A later block multiplies by its own matrix, and not by the matrix of an earlier block."""
     w, x, y, z = weight(2, 2), rand(2, 4), rand(2, 4) + 1, rand(2, 4) + 2
     with block():
         first = [w @ x, w @ x.view(2, 4), w @ x[:2], w @ x.detach()]
@@ -49,7 +49,7 @@ def test_known_calls_know_their_weights(program: Any) -> None:
 
 
 def test_column_major_values_written_twice() -> None:
-    """A captured write leaves what was read before it as it was, for a batch to be run again."""
+    """A captured write does not change values that were read before, so a batch can run again."""
 
     def program(block: Blocks) -> Any:
         b, xs = weight(4), [rand(3, 4).requires_grad_() for _ in range(3)]

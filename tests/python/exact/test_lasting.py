@@ -53,20 +53,20 @@ needs_mallinfo = pytest.mark.skipif(not hasattr(C, "mallinfo2"), reason="needs g
 
 
 def in_use() -> int:
-    """The bytes that are allocated and not freed, in C, C++ and Python alike."""
+    """Returns the number of bytes that C, C++ and Python have allocated and not freed."""
     C.mallinfo2.restype = HeapUse
     use = C.mallinfo2()
     return use.uordblks + use.hblkhd
 
 
 def allocated() -> int:
-    """The same without what Python's collector finds."""
+    """Like `in_use`, but runs Python's collector first."""
     gc.collect()
     return in_use()
 
 
 def resident() -> int:
-    """The bytes of this process in memory, without what malloc keeps for later."""
+    """Returns the resident bytes of this process, without memory that malloc keeps for reuse."""
     gc.collect()
     C.malloc_trim(0)
     pages = Path("/proc/self/statm").read_text().split()[1]
@@ -81,7 +81,7 @@ XS = [torch.ones(n, 3, dtype=DOUBLE) for n in (1, 2, 3)]
 
 
 def train() -> None:
-    """Forward and backward of the sum."""
+    """Runs forward, and backward of the sum."""
     with ab.batch():
         losses = [F.linear(x, W).tanh().sum() for x in XS]
     torch.stack(losses).sum().backward()
@@ -95,14 +95,14 @@ def infer() -> None:
 
 
 def dropped() -> None:
-    """Results that nobody waits for; losses that are not differentiated."""
+    """Some results are dropped, and some losses are not differentiated."""
     with ab.batch():
         results = [F.linear(x, W).tanh() for x in XS]
         del results[0]
 
 
 def partial() -> None:
-    """Backward of one loss of three, of held values, with hooks and retain_graph."""
+    """Runs backward of one loss of three, with held values, hooks and retain_graph."""
     with ab.batch():
         hidden = [F.linear(x, W) for x in XS]
         losses = [h.tanh().sum() for h in hidden]
@@ -113,7 +113,7 @@ def partial() -> None:
 
 
 def generic() -> None:
-    """Ops of functorch's rules and of the loop, differentiated."""
+    """Differentiates ops that functorch's rules and the loop run."""
     with ab.batch():
         results = [F.layer_norm(F.linear(x, W), (3,)).cumsum(0).flip(0) for x in XS]
         results += [(F.linear(x, W) ** 2).sort(-1)[0] for x in XS]
@@ -185,14 +185,14 @@ def threading_() -> None:
 
 
 def cyclic() -> None:
-    """Results in a cycle of Python's, for the collector to find."""
+    """Puts results into a reference cycle, which the collector frees."""
     with ab.batch():
         h = F.linear(XS[0], W)
         h.me = [h]  # type: ignore[attr-defined]
 
 
 def generator() -> None:
-    """A block that is left open by a context manager whose generator dies."""
+    """A block stays open because the generator of a context manager is freed."""
 
     @contextlib.contextmanager
     def instances() -> Any:
@@ -204,7 +204,7 @@ def generator() -> None:
 
 
 def custom() -> None:
-    """A custom Function, and a hook that holds its own tensor."""
+    """Tests a custom Function, and a hook that holds its own tensor."""
     with ab.batch():
         h = F.linear(XS[0], W)
         itself = weakref.ref(h)
@@ -223,7 +223,7 @@ PROGRAMS = [
 @needs_mallinfo
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__.rstrip("_"))
 def test_lasting_no_allocation_is_left(program: Callable[[], None]) -> None:
-    """After a scope as many bytes are allocated as before it, to less than one a scope."""
+    """A scope leaves less than one allocated byte behind, on average."""
     scopes, grown = 5_000 if LONG else 200, []
     for _ in range(100):
         program()
@@ -240,7 +240,7 @@ def test_lasting_no_allocation_is_left(program: Callable[[], None]) -> None:
 @needs_mallinfo
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_lasting_10000_scopes_do_not_leak() -> None:
-    """Allocations, resident memory and Python's objects, over 10,000 training steps."""
+    """Allocations, resident memory and Python objects do not grow over 10,000 training steps."""
     for _ in range(500):
         train()
     before, memory, objects = allocated(), resident(), len(gc.get_objects())
@@ -260,7 +260,7 @@ def shape(i: int) -> list[int]:
 
 
 def peak(part: Callable[[int], None], start: int, count: int) -> int:
-    """The most that was allocated while the part ran for these numbers, 500 at a time."""
+    """Returns the peak of the allocated bytes while the part runs for these numbers."""
     most = 0
     for i in range(start, start + count, 500):
         part(i)
@@ -271,7 +271,7 @@ def peak(part: Callable[[int], None], start: int, count: int) -> int:
 @needs_mallinfo
 @pytest.mark.parametrize("what", ["shapes", "constants", "shapes_in_one_scope"])
 def test_lasting_caches_are_bounded(what: str) -> None:
-    """Shapes, or constants, that are never seen twice: the second lot needs no more memory."""
+    """If no shape or constant occurs twice, later ones do not need more memory."""
     outer = ab.batch() if what == "shapes_in_one_scope" else contextlib.nullcontext()
 
     def part(first: int) -> None:
@@ -301,7 +301,7 @@ def test_lasting_caches_are_bounded(what: str) -> None:
 
 @needs_mallinfo
 def test_lasting_caches_of_threads_that_ended_are_freed() -> None:
-    """What is kept for each thread goes with it."""
+    """The caches of a thread are freed when the thread ends."""
 
     def part(i: int) -> None:
         def work() -> None:
@@ -325,7 +325,7 @@ def test_lasting_caches_of_threads_that_ended_are_freed() -> None:
 
 @needs_mallinfo
 def test_lasting_report_is_bounded_over_flushes() -> None:
-    """A block that stays open for thousands of flushes."""
+    """A block stays open for thousands of flushes."""
     with ab.batch(max_pending=2) as scope:
         for _ in range(300):
             F.linear(XS[0], W).tolist()
@@ -355,7 +355,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def assert_none_outlives_eagers(program: Callable[[Blocks], list[tuple[str, bool]]]) -> None:
-    """At each point that is noted, nothing is alive that is dead in eager."""
+    """Asserts that no object is alive at a recorded point if eager mode has freed it there."""
     expected, _ = outcome(program, False)
     result, _ = outcome(program, True)
     if isinstance(expected, Exception) or isinstance(result, Exception):
@@ -367,7 +367,7 @@ def assert_none_outlives_eagers(program: Callable[[Blocks], list[tuple[str, bool
 
 @pytest.mark.parametrize("name", OPS)
 def test_lasting_inputs_die_when_eagers_do(name: str) -> None:
-    """Objects: after the block, and after each backward; memory: when all is differentiated."""
+    """Tests objects after the block and each backward, and memory after all backwards."""
 
     def program(block: Blocks) -> list[tuple[str, bool]]:
         w, noted = weight(), []
@@ -400,7 +400,7 @@ def test_lasting_inputs_die_when_eagers_do(name: str) -> None:
 
 
 def test_lasting_results_die_when_eagers_do() -> None:
-    """Held values, views of them, and their memory, while their losses are alive."""
+    """Tests held values, their views and their memory while the losses are alive."""
 
     def program(block: Blocks) -> list[tuple[str, bool]]:
         w, noted = weight(), []
@@ -434,7 +434,7 @@ def test_lasting_results_die_when_eagers_do() -> None:
 
 
 def test_lasting_models_die_when_eagers_do() -> None:
-    """A model, its hooks and their closures, once its results are gone; caches hold no weights."""
+    """A model, its hooks and closures are freed with its results. Caches hold no weights."""
 
     def program(block: Blocks) -> list[tuple[str, bool]]:
         noted = []
@@ -462,7 +462,7 @@ def test_lasting_models_die_when_eagers_do() -> None:
 
 
 def test_lasting_scopes_hold_no_tensors() -> None:
-    """The scope object and its report, kept after the block."""
+    """Tests the scope object and its report after the block."""
 
     def program(block: Blocks) -> list[tuple[str, bool]]:
         kept, w = [], weight()
@@ -480,7 +480,7 @@ def test_lasting_scopes_hold_no_tensors() -> None:
 
 
 def test_lasting_of_an_error_holds_no_tensors() -> None:
-    """An exception that is kept, without its traceback."""
+    """Tests an exception that is kept without its traceback."""
 
     def program(block: Blocks) -> list[tuple[str, bool]]:
         table, errors = weight(4, 3), []

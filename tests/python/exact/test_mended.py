@@ -26,7 +26,7 @@ def detached_leaf(block: Blocks) -> Any:
 
 
 def detached_weight(block: Blocks) -> Any:
-    """The same as a linear layer's weight and bias."""
+    """The same for the weight and bias of a linear layer."""
     layer, xs = nn.Linear(3, 3).double(), inputs()
     with block():
         results = []
@@ -39,7 +39,7 @@ def detached_weight(block: Blocks) -> Any:
 
 
 def detached_before(block: Blocks) -> Any:
-    """The detached one made before the block, or under no_grad in it."""
+    """The detached tensor is made before the block, or under no_grad inside it."""
     w, x = weight(3), rand(3).requires_grad_()
     before = w.detach()
     with block():
@@ -51,7 +51,7 @@ def detached_before(block: Blocks) -> Any:
 
 
 def frozen_for_one_use(block: Blocks) -> Any:
-    """requires_grad_ toggled between two uses of one operand."""
+    """Toggles requires_grad_ between two uses of an operand."""
     w, y = weight(3), rand(3).requires_grad_()
     with block():
         w.requires_grad_(False)
@@ -87,7 +87,7 @@ def input_that_starts_to_require_grad(block: Blocks) -> Any:
 
 
 def encoder_before_the_block(block: Blocks) -> Any:
-    """Eager's graph below the block's, differentiated by a backward for each loss."""
+    """The block's inputs have an eager graph. Runs one backward for each loss."""
     encoder, head, x = weight(), weight(), rand(4, 3)
     encoded = F.linear(x, encoder).tanh()
     with block():
@@ -98,7 +98,7 @@ def encoder_before_the_block(block: Blocks) -> Any:
 
 
 def encoder_rows_before_the_block(block: Blocks) -> Any:
-    """Each loss needs a part of eager's graph that no other one needs."""
+    """Each loss needs a different part of the eager graph."""
     encoder, head = weight(), weight()
     rows = [F.linear(x, encoder).tanh() for x in inputs()]
     with block():
@@ -112,7 +112,7 @@ def encoder_rows_before_the_block(block: Blocks) -> Any:
 
 
 def hooks_of_left_out_parameters(block: Blocks) -> Any:
-    """A parameter that the loss does not depend on: neither its hook nor its .grad."""
+    """A parameter that the loss does not depend on gets no hook call and no .grad."""
     a, b, calls = weight(3), weight(3), []
     a.register_hook(lambda g: calls.append("a"))
     b.register_hook(lambda g: calls.append("b"))
@@ -124,7 +124,7 @@ def hooks_of_left_out_parameters(block: Blocks) -> Any:
 
 
 def hooks_of_left_out_values(block: Blocks) -> Any:
-    """Held values of instances that are not differentiated."""
+    """Tests held values of instances that are not differentiated."""
     w, calls = weight(), []
     with block():
         hidden = [F.linear(x, w).tanh() for x in inputs()]
@@ -136,7 +136,7 @@ def hooks_of_left_out_values(block: Blocks) -> Any:
 
 
 def hooks_off_the_path(block: Blocks) -> Any:
-    """autograd.grad with respect to something that a held value is not on the way to."""
+    """Calls autograd.grad for inputs whose paths contain no held value."""
     w, u, calls = weight(), weight(3), []
     with block():
         h = F.linear(rand(2, 3), w).tanh()
@@ -147,7 +147,7 @@ def hooks_off_the_path(block: Blocks) -> Any:
 
 
 def hooks_of_left_out_modules(block: Blocks) -> Any:
-    """Module backward hooks of the layer that the loss does not use."""
+    """Tests backward hooks of a layer that the loss does not use."""
     layers, calls = [nn.Linear(3, 3).double() for _ in range(2)], []
     for i, layer in enumerate(layers):
         layer.register_full_backward_hook(lambda m, a, b, i=i: calls.append(i))
@@ -161,7 +161,7 @@ def hooks_of_left_out_modules(block: Blocks) -> Any:
 
 
 def second_backward(block: Blocks) -> Any:
-    """After everything was differentiated: eager's error for each, and no gradient is added."""
+    """A second backward of each loss raises eager's error, and adds no gradient."""
     w, outcomes = weight(), []
     with block():
         losses = [F.linear(x, w).tanh().sum() for x in inputs()]
@@ -198,7 +198,7 @@ def second_backward_where_nothing_is_saved(block: Blocks) -> Any:
 
 
 def custom_function_per_loss(block: Blocks) -> Any:
-    """A custom Function in the block, and a backward for each loss."""
+    """Calls a custom Function in the block, and runs one backward for each loss."""
 
     class Doubled(torch.autograd.Function):
         @staticmethod
@@ -222,7 +222,7 @@ def custom_function_per_loss(block: Blocks) -> Any:
 
 
 def long_chain(op: Callable[[Tensor], Tensor]) -> Callable[[Blocks], Any]:
-    """One generic op a hundred times over, each on the result of the one before."""
+    """Applies a generic op a hundred times, each time to the previous result."""
 
     def program(block: Blocks) -> Any:
         w, losses = weight(), []
@@ -316,13 +316,13 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_mended_long_chain(name: str) -> None:
-    """Deep graphs of one signature, with a backward for each loss."""
+    """Tests deep graphs of one signature, with one backward for each loss."""
     same(long_chain(CHAINS[name]))
 
 
 @pytest.mark.parametrize("index", ["list", "tensor", "pending", "two", "mask"])
 def test_mended_verify_of_index_lists(index: str) -> None:
-    """verify=True runs `x[i]` eagerly too, whatever the index is."""
+    """verify=True also runs `x[i]` eagerly, for any kind of index."""
 
     def program(block: Blocks) -> Any:
         w, results = weight(), []
@@ -376,7 +376,7 @@ CRASHED = {
 
 @pytest.mark.parametrize("name", CRASHED)
 def test_mended_crash(name: str) -> None:
-    """What once ended the process, in a process of its own."""
+    """Runs programs that once crashed, in a separate process."""
     command = [sys.executable, "-c", HEAD + CRASHED[name]]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-500:]}"

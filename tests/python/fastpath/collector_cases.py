@@ -1,6 +1,6 @@
 """Cycles of pending tensors, collected on one thread while another one's block runs.
 
-Run by test_collector.py in a process of its own: a mistake here is a crash.
+test_collector.py runs this file in a separate process, because an error here is a crash.
 """
 
 from __future__ import annotations

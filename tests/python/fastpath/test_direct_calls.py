@@ -26,7 +26,7 @@ def flat(result: Any) -> list[Tensor]:
 
 
 def run(op: Op, enabled: bool) -> list[Any]:
-    """What the op gives for three pairs, and the gradients; types of containers too."""
+    """Returns the op's results for three pairs, with gradients and container types."""
     leaves = [leaf(k) for k in range(6)]
     with ab.batch(enabled=enabled):
         # From the second call on, the call is cached.

@@ -23,7 +23,7 @@ def flat(result: Any) -> list[Tensor]:
 
 
 def run(module: nn.Module, calls: list[tuple[Any, ...]], enabled: bool) -> list[Tensor]:
-    """Results of all calls in a block, and the gradients of the parameters."""
+    """Returns the results of all calls in a block, and the gradients of the parameters."""
     torch.manual_seed(0)
     module.zero_grad()
     with ab.batch(enabled=enabled):
@@ -111,7 +111,7 @@ def test_compiled_modules(before: bool) -> None:
 
 
 def hooked(change: Callable[[nn.Linear, list[Any]], Any]) -> None:
-    """A change to a module that makes its call an ordinary one: the same is seen as in eager."""
+    """A change to the module makes its call an ordinary one, which behaves as in eager mode."""
     seen: dict[bool, list[Any]] = {}
     for enabled in (False, True):
         torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_what_is_replaced_inside_a_block_is_called(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_changes_between_calls_is_seen() -> None:
-    """What was found of a module is asked again once it was written to, in whatever way."""
+    """Cached attributes of a module are read again after any write to the module."""
 
     def other(k: int, *shape: int) -> nn.Parameter:
         return nn.Parameter(torch.cos(torch.arange(12.0) * k).view(shape))
@@ -248,7 +248,7 @@ def test_what_changes_between_calls_is_seen() -> None:
 
 
 def test_modules_that_take_each_others_place() -> None:
-    """Of one that is gone, nothing is found where another one comes to lie."""
+    """A module at the address of a freed module does not get its cached attributes."""
     with ab.batch():
         for k in range(2000):
             module = (nn.ReLU(), nn.Dropout(1.0), nn.Dropout(0.0), nn.Dropout(1.0).eval())[k % 4]

@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
 
 class Derived(Plain):
-    """Attributes of the class stand before those in nn.Module's dicts."""
+    """Attributes of the class take precedence over entries of nn.Module's dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class WithItem(nn.ModuleList):
 
 
 def outcome(read: Callable[[], Any]) -> Any:
-    """What it gives, or the error's type and text."""
+    """Returns the result, or the type and text of the error."""
     try:
         value = read()
     except Exception as error:
@@ -209,7 +209,7 @@ def test_values_and_gradients_through_attributes() -> None:
 
 
 def test_attributes_known_and_then_changed() -> None:
-    """What was found before is found as long as nothing that comes first has changed."""
+    """A cached result is used as long as no dict that is searched earlier has changed."""
     module, parameter, layer = Plain(), nn.Parameter(torch.zeros(2)), nn.Linear(2, 2)
     original = module.linear
 
@@ -243,7 +243,7 @@ def test_attributes_known_and_then_changed() -> None:
 
 
 def test_attributes_of_many_modules() -> None:
-    """More than are remembered at a time, and names that are made and go."""
+    """Tests more attributes than the cache holds, and names that are created and freed."""
     modules = [Plain() for _ in range(300)]
     with ab.batch():
         for _ in range(2):

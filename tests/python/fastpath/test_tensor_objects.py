@@ -18,7 +18,7 @@ from torch_autobatch import _C
 
 
 class Tracked(Tensor):
-    """A subclass, whose objects go by the same function."""
+    """A subclass, whose objects are destroyed by the same function."""
 
 
 def captured(layer: nn.Module) -> Tensor:
@@ -109,7 +109,7 @@ def test_a_hook_keeps_what_it_needs() -> None:
 
 
 def test_nothing_is_left_of_them() -> None:
-    """Neither objects nor references to their class."""
+    """Neither objects nor references to their class leak."""
     layer = nn.Linear(4, 4)
     with ab.batch():
         captured(layer)
@@ -150,7 +150,7 @@ GIVEN = [give_attribute, give_gradient, give_names, give_finalizer, give_nothing
 
 @pytest.mark.parametrize("give", GIVEN)
 def test_what_was_done_to_an_object_does_not_stick(give: Callable[[Tensor], None]) -> None:
-    """Whether or not it is used again, a new result is new."""
+    """A new result has no state of an earlier object, whether or not the object is reused."""
     layer = nn.Linear(4, 4)
     with ab.batch():
         for _ in range(3):
@@ -172,7 +172,7 @@ def test_what_was_done_to_an_object_does_not_stick(give: Callable[[Tensor], None
 
 
 def results_of_all_kinds(layer: nn.Linear, x: Tensor) -> list[Tensor]:
-    """Of one size or another, contiguous or not, of several dimensions and types."""
+    """Tests tensors of several sizes, strides, ranks and dtypes."""
     h = layer(x)
     return [
         h,

@@ -65,7 +65,7 @@ def my_block() -> Iterator[None]:
 
 
 class MyBlock:
-    """A context manager that opens a block in its own way."""
+    """A context manager that opens a block in its `__enter__`."""
 
     def __enter__(self) -> None:
         self.block = ab.batch()
@@ -298,7 +298,7 @@ def test_a_yield_in_eager_code_is_none() -> None:
 
 
 def test_a_yield_in_eager_code_of_an_open_block_is_an_error() -> None:
-    """The block's own ops would run at once until the generator goes on."""
+    """The block's own ops would run eagerly until the generator resumes."""
 
     def results() -> Iterator[Tensor]:
         with ab.eager():

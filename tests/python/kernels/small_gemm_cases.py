@@ -1,4 +1,4 @@
-"""Rows times a weight: any number of rows, on both sides of what a kernel takes in one call."""
+"""Rows times a weight: any number of rows, below and above the limits of a kernel."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def layers(w: Tensor, b: Tensor, x: Tensor) -> list[Tensor]:
-    """Products with a weight [m, k] that lies by rows, by columns, and in part."""
+    """Products with a weight [m, k] that is row-major, column-major, or a part of a matrix."""
     out = []
     for _ in range(3):
         h = F.linear(x, w, b).tanh()
@@ -46,7 +46,7 @@ def test_products_of_any_number_of_rows(k: int, m: int) -> None:
 
 
 def on_the_left(w: Tensor, y: Tensor) -> list[Tensor]:
-    """One matrix by each instance's own, as it is and turned."""
+    """Products of one matrix and each instance's matrix, plain and transposed."""
     h = (w @ y.tanh()).tanh()
     return [h, torch.mm(w.t(), h), w @ torch.cat([y[1:], y[:1]]).tanh(), w[:, 1:] @ y.tanh()[1:]]
 

@@ -17,7 +17,7 @@ pytestmark = [
 
 
 class TreeRNN(nn.Module):
-    """Sums and shares of scattered states, in both directions."""
+    """Sums and shares scattered states, in both directions."""
 
     def __init__(self, hidden: int = 16) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def test_cells_by_eagers_kernels(kind: type[nn.Module], bias: bool, dtype: torch
 
 
 def test_an_lstm_cells_results_are_one_nodes() -> None:
-    """On CUDA eager computes h' and c' by one kernel: no gradient goes from one to the other."""
+    """On CUDA one kernel of eager computes h' and c', so no gradient flows between them."""
     cell = nn.LSTMCell(3, 5).cuda()
     xs = [torch.randn(1, 3, device="cuda") for _ in range(3)]
     with ab.batch():
@@ -192,7 +192,7 @@ def test_another_stream(model: TreeRNN) -> None:
 
 
 def test_streams_within_a_block(model: TreeRNN) -> None:
-    """What was captured is launched before the stream changes, and before an event is recorded."""
+    """Captured ops are launched before the stream changes, and before an event is recorded."""
     expected = [model(tree).detach() for tree in TREES]
     stream = torch.cuda.Stream()
     for _ in range(20):
@@ -208,7 +208,7 @@ def test_streams_within_a_block(model: TreeRNN) -> None:
 
 
 def test_memory_is_not_reused_too_early(model: TreeRNN) -> None:
-    """Tables in pinned memory, and buffers, are given back while the device still reads them."""
+    """Tables in pinned memory and buffers are freed while the device still reads them."""
     expected = run(model, False)
     found = [run(model, True) for _ in range(50)]
     for one in found:
@@ -267,7 +267,7 @@ def capture_graph(program: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, 
 
 
 def test_a_block_in_a_cuda_graph(model: TreeRNN) -> None:
-    """The graph has the batched calls, with no table in memory that is something else's by then."""
+    """The graph contains the batched calls, and no table whose memory may be reused."""
 
     def program() -> Tensor:
         with torch.no_grad(), ab.batch():

@@ -25,7 +25,7 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """Gradients are scattered: into embeddings, shared states, picked rows, repeated elements."""
+    """Gradients are scattered into embeddings, shared states and selected rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ def test_values_and_gradients(layout: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_matrix_or_one_vector_for_all(threads: int) -> None:
-    """Their gradients are sums over the instances."""
+    """The gradients of shared operands are sums over the instances."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -72,7 +72,7 @@ def test_different_numbers_of_rows() -> None:
 
 
 def test_parts_of_one_value() -> None:
-    """Matrix and vector share memory; gradients of both come to it."""
+    """Matrix and vector share memory, which gets the gradients of both."""
     instances = [rand(6, 6) for _ in range(4)]
 
     def function(x: Tensor) -> list[Tensor]:
@@ -100,7 +100,7 @@ def test_in_a_cell() -> None:
 
 
 def test_a_long_chain_of_held_values() -> None:
-    """What is made for each held value does not depend on how many there are."""
+    """The work for each held value does not depend on the number of held values."""
     x = rand(3).requires_grad_()
     with ab.batch():
         values = [x]

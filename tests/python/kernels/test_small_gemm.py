@@ -1,4 +1,4 @@
-"""Rows times a weight. Runs in its own process, since kernels are made for the first shapes."""
+"""Rows times a weight, in a separate process, because only the first shapes get kernels."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch_autobatch import _C, _streams
 
 
 class StandIns:
-    """What was pending when torch.cuda's own functions were called."""
+    """Records what was pending when functions of torch.cuda were called."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.watched: torch.Tensor | None = None

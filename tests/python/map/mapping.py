@@ -1,4 +1,4 @@
-"""Runs a function over instances in a loop and under ``ab.map``, and compares all that is seen."""
+"""Runs a function over instances in a loop and under ``ab.map``, and compares all results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Function = Callable[[Any], Any]
 
 
 def leaves(results: Any) -> list[Any]:
-    """Everything in nested lists, tuples and dicts."""
+    """Yields the items of nested lists, tuples and dicts."""
     return _pytree.tree_leaves(results)
 
 
 def gradients(results: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """Of the sum of all results that have a history."""
+    """Returns the gradients of the sum of all results that have a history."""
     for p in parameters:
         p.grad = None
     roots = [x for x in leaves(results) if isinstance(x, Tensor) and x.requires_grad]
@@ -48,7 +48,7 @@ def agree(
     parameters: Iterable[Tensor] | nn.Module = (),
     **options: Any,
 ) -> Any:
-    """Asserts that values and gradients are the loop's; returns the report."""
+    """Asserts that values and gradients match the loop's. Returns the report."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     instances, parameters = list(instances), list(parameters)
@@ -65,10 +65,10 @@ def agree(
 
 
 def flushes(report: Any) -> int:
-    """How often something was computed."""
+    """Returns the number of flushes."""
     return sum(flush.count for flush in report.flushes)
 
 
 def largest(report: Any, op: str) -> int:
-    """Of the batches of an op."""
+    """Returns the size of the largest batch of an op."""
     return max((s.largest for s in report.signatures if s.op == op), default=0)

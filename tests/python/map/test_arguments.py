@@ -60,12 +60,12 @@ def coroutine_of(x: Tensor) -> Any:
         ((partial(awaits), [1]), {}, "map\\(\\) can't run the async function 'awaits'"),
         ((Awaits(), [1]), {}, "map\\(\\) can't run the async function 'Awaits'"),
         ((coroutine_of, [1, 2]), {}, "map\\(\\) can't run 'coroutine_of': .* returned a coroutine"),
-        ((divmod, [(1, 2)], [3]), {"unpack": True}, "takes one iterable of tuples, and got 2 "),
+        ((divmod, [(1, 2)], [3]), {"unpack": True}, "takes one iterable of tuples, but got 2 "),
         (([1], abs), {}, "map\\(\\): expected a function as the first argument, got \\[1\\]"),
         ((abs, [1]), {"max_live": 2.5}, "map\\(max_live=2.5\\): expected a whole number"),
-        ((abs, [1]), {"unpack": "no"}, "map\\(unpack='no'\\): expected True, False$"),
-        ((abs, [1]), {"enabled": "no"}, "map\\(enabled='no'\\): expected True, False$"),
-        ((abs, [1]), {"verify": "no"}, "batch\\(verify='no'\\): expected True, False$"),
+        ((abs, [1]), {"unpack": "no"}, "map\\(unpack='no'\\): expected True or False$"),
+        ((abs, [1]), {"enabled": "no"}, "map\\(enabled='no'\\): expected True or False$"),
+        ((abs, [1]), {"verify": "no"}, "batch\\(verify='no'\\): expected True or False$"),
     ],
 )
 def test_arguments_of_another_type(arguments: Any, options: Any, message: str) -> None:

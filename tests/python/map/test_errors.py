@@ -30,7 +30,7 @@ def inputs(count: int = 6) -> list[tuple[int, Tensor]]:
 
 
 class OddError(Exception):
-    """Of the tests' own."""
+    """An exception class of the tests."""
 
 
 def test_an_error_names_its_instance(layer: nn.Linear) -> None:
@@ -49,7 +49,7 @@ def test_an_error_names_its_instance(layer: nn.Linear) -> None:
 
 
 def test_the_error_is_the_loops(layer: nn.Linear) -> None:
-    """Instance 4 fails first in time, instance 1 in order."""
+    """Instance 4 fails first, but instance 1 comes first in the loop."""
     done: list[int] = []
 
     def function(pair: tuple[int, Tensor]) -> Any:
@@ -100,7 +100,7 @@ def test_others_are_ended_and_clean_up(layer: nn.Linear) -> None:
 
 
 def test_one_that_refuses_to_end(layer: nn.Linear) -> None:
-    """Its reads are served at once, and what it gives is dropped."""
+    """Its reads are computed immediately, and its result is dropped."""
     seen: list[float] = []
 
     def function(pair: tuple[int, Tensor]) -> Any:
@@ -189,14 +189,14 @@ def test_an_interruption_ends_all(layer: nn.Linear, kind: type[BaseException]) -
 
 
 def lookup(table: Tensor, i: int, x: Tensor) -> Any:
-    """Instances 1 and 3 ask for rows that are not there."""
+    """Instances 1 and 3 look up rows that do not exist."""
     index = torch.tensor([i if i not in (1, 3) else 100 + i])
     row = nn.functional.embedding(index, table)
     return row.sum() * x.sum()
 
 
 def test_a_captured_op_fails_for_its_own_instances() -> None:
-    """Each is told of its own error, where it reads; the others go on."""
+    """Each failing instance gets its own error at its read. The others continue."""
     table = torch.randn(9, 3, dtype=DOUBLE, requires_grad=True)
 
     def function(pair: tuple[int, Tensor]) -> Any:
@@ -232,7 +232,7 @@ def test_errors_of_several_instances() -> None:
 
 
 def test_an_error_nobody_read() -> None:
-    """It is found in the end, and still names the instance."""
+    """The error is raised at the end, and names the instance."""
     table = torch.randn(9, 3, dtype=DOUBLE, requires_grad=True)
     with pytest.raises(IndexError) as caught:
         ab.map(lambda pair: lookup(table, *pair), inputs())
@@ -259,7 +259,7 @@ def test_an_iterator_that_fails(layer: nn.Linear) -> None:
 
 
 def test_max_live(layer: nn.Linear) -> None:
-    """No more than so many are under way, and none is made before it can start."""
+    """At most `max_live` instances run, and no instance is created before it can start."""
     live: set[int] = set()
     most = 0
     made = 0
@@ -301,7 +301,7 @@ def test_arguments_are_checked(layer: nn.Linear) -> None:
 
 
 def test_recursion(layer: nn.Linear) -> None:
-    """As deep as in a loop, and Python's own error beyond."""
+    """Recursion can be as deep as in a loop. Deeper recursion raises Python's error."""
 
     def down(x: Tensor, depth: int) -> Tensor:
         if depth == 0 or layer(x).sum().item() > 1e9:
@@ -368,7 +368,7 @@ def test_another_thread_reads_meanwhile(layer: nn.Linear) -> None:
 
 
 def test_dropped_pools_leave_nothing(layer: nn.Linear) -> None:
-    """Tensors of instances that were ended are gone."""
+    """Tensors of ended instances are freed."""
     import gc
     import weakref
 

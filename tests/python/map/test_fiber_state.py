@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 
 
 class Stack:
-    """As such packages have one: a context manager that complains if it is not on top."""
+    """A stack as in such packages. Its context manager raises an error if it is not on top."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = []
@@ -61,7 +61,7 @@ def inputs(count: int = 5) -> list[tuple[int, Tensor]]:
 
 
 class Instance:
-    """Enters contexts, more than one, and reads in each."""
+    """Enters several contexts, and reads a value in each."""
 
     def __init__(self, stack: Stack, layer: nn.Linear, fails: tuple[int, ...] = ()) -> None:
         self.stack, self.layer, self.fails = stack, layer, fails
@@ -196,7 +196,7 @@ def swapped(net: Reader, x: Tensor) -> Tensor:
 
 
 class Outer(nn.Module):
-    """Runs a function of a module, within a call that has swapped the module's parameter."""
+    """Runs a function of a module during a call that has swapped the module's parameter."""
 
     def __init__(self, net: Reader, function: Callable[[Reader, Tensor], Tensor]) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ def start(i: int) -> Tensor:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_greenlet_that_is_dropped(layer: nn.Linear, reads: bool) -> None:
-    """Its `finally` runs where the instance drops it, and not later."""
+    """The `finally` of the greenlet runs when the instance drops the greenlet, and not later."""
 
     def function(i: int) -> list[Any]:
         log: list[Any] = []
@@ -79,7 +79,7 @@ def test_greenlets_in_greenlets(layer: nn.Linear, depth: int) -> None:
 
 
 def test_a_map_that_is_left_and_entered_again(layer: nn.Linear) -> None:
-    """What runs it, a greenlet, has its stack elsewhere while an instance of it goes on."""
+    """A greenlet runs the map, and its stack is elsewhere while an instance continues."""
 
     def function(i: int) -> list[float]:
         h = layer(start(i))
@@ -138,7 +138,7 @@ def test_an_instance_that_reads_when_it_is_freed(layer: nn.Linear) -> None:
 
 
 def test_what_a_context_holds_dies_with_its_instance(layer: nn.Linear) -> None:
-    """Also where that reads, and while other instances go on."""
+    """This also holds if destruction reads a value, and while other instances continue."""
     variable: contextvars.ContextVar[ReadsAtLast] = contextvars.ContextVar("variable")
     log: list[tuple[int, float, bool]] = []
     alive: list[int] = []

@@ -26,7 +26,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 @pytest.fixture(scope="module")
 def functions() -> data.Dataset:
-    """The smallest functions of two modules."""
+    """Returns the smallest functions of two modules."""
     raw = [e for e in data.read_functions(modules="argparse enum") if len(e.symbols) <= 25]
     return data.split_and_encode(raw, seed=0, min_count=2)
 

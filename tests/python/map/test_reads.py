@@ -73,7 +73,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_a_read_gives_what_the_loop_has(layer: nn.Linear, name: str) -> None:
-    """And what follows it is batched still."""
+    """Ops after the read are still batched."""
 
     def function(x: Tensor) -> Any:
         h = layer(x).tanh()
@@ -83,7 +83,7 @@ def test_a_read_gives_what_the_loop_has(layer: nn.Linear, name: str) -> None:
     agree(function, inputs(), layer)
 
 
-# A fiber can't be suspended within a pybind11 function, so the read is served at once.
+# A fiber can't be suspended within a pybind11 function, so the read is immediate.
 AT_ONCE = ("ops", "ops_default", "pickle")
 
 
@@ -99,7 +99,7 @@ def test_a_read_is_served_for_all_at_once(layer: nn.Linear, name: str) -> None:
 
 
 def test_many_rounds(layer: nn.Linear) -> None:
-    """A flush a round, however many instances there are."""
+    """There is one flush per round, for any number of instances."""
 
     def function(x: Tensor) -> Any:
         path = []
@@ -115,7 +115,7 @@ def test_many_rounds(layer: nn.Linear) -> None:
 
 
 def test_different_numbers_of_reads(layer: nn.Linear) -> None:
-    """Some end early, some never read."""
+    """Some instances end early, and some never read."""
 
     def function(pair: tuple[int, Tensor]) -> Any:
         count, x = pair
@@ -130,7 +130,7 @@ def test_different_numbers_of_reads(layer: nn.Linear) -> None:
 
 
 def test_what_is_not_needed_waits(layer: nn.Linear) -> None:
-    """Losses that nobody reads make one batch in the end."""
+    """Losses that are not read form one batch at the end."""
 
     def function(x: Tensor) -> Any:
         losses = []
@@ -156,7 +156,7 @@ def test_a_value_computed_meanwhile_does_not_suspend(layer: nn.Linear) -> None:
 
 
 class Deep(nn.Module):
-    """Reads within modules, recursion, comprehensions and generators."""
+    """Reads values in modules, recursion, comprehensions and generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_results_of_any_structure(layer: nn.Linear) -> None:
 
 
 def test_generators_and_reads_of_others(layer: nn.Linear) -> None:
-    """A tensor of one instance that others read as well: shared by a list."""
+    """Instances also read a tensor of another instance, from a shared list."""
     shared: list[Tensor] = []
 
     def function(x: Tensor) -> Any:
@@ -221,7 +221,7 @@ def test_generators_and_reads_of_others(layer: nn.Linear) -> None:
 
 
 def test_nested_maps(layer: nn.Linear) -> None:
-    """Reads of the inner instances of all outer ones are served together."""
+    """One flush serves the reads of the inner instances of all outer instances."""
 
     def inner(x: Tensor) -> Any:
         h = layer(x)
@@ -239,7 +239,7 @@ def test_nested_maps(layer: nn.Linear) -> None:
 
 
 def test_inside_a_block_all_joins(layer: nn.Linear) -> None:
-    """What is pending around the map stays so, and is batched with what it leaves."""
+    """Ops that are pending around the map stay pending, and are batched with ops of the map."""
     x = inputs()
     with ab.batch() as scope:
         before = layer(x[0]).exp()
@@ -262,7 +262,7 @@ def test_options_of_the_block(layer: nn.Linear, options: dict[str, Any]) -> None
 
 
 def test_writes(layer: nn.Linear) -> None:
-    """In-place ops, deferred or not, before and after reads."""
+    """Tests in-place ops, deferred or not, before and after reads."""
 
     def function(x: Tensor) -> Any:
         h = layer(x)
@@ -280,7 +280,7 @@ def test_writes(layer: nn.Linear) -> None:
 
 
 def test_other_greenlets(layer: nn.Linear) -> None:
-    """A read in a greenlet of the user's own, which lies between the fiber and the read."""
+    """The user's greenlet is between the fiber and the read."""
     import greenlet
 
     def function(x: Tensor) -> Any:
@@ -293,7 +293,7 @@ def test_other_greenlets(layer: nn.Linear) -> None:
 
 
 def test_cells(layer: nn.Linear) -> None:
-    """A function that is captured as a whole, between reads."""
+    """Calls a function that is captured as a whole, between reads."""
 
     @ab.cell
     def step(x: Tensor) -> Tensor:

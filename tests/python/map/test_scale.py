@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 
 def peak() -> int:
-    """The most memory that this process has had, in MiB."""
+    """Returns the peak memory of this process, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_live", [None, 500])
 def test_ten_thousand_instances_with_a_hundred_reads_each(max_live: int | None) -> None:
-    """A stack for each instance that is under way, and nothing for those that are not."""
+    """Only instances that have started have a stack."""
     layer = nn.Linear(4, 4)
     xs = torch.randn(10_000, 4).unbind()
 

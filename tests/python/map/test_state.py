@@ -50,7 +50,7 @@ def default_dtype(dtype: torch.dtype) -> Any:
 
 
 def state() -> tuple[Any, ...]:
-    """All that the contexts below change."""
+    """Returns all state that the contexts below change."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -78,7 +78,7 @@ CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_a_context_of_some_instances(layer: nn.Linear, name: str) -> None:
-    """Every other instance reads within one, the others see nothing of it."""
+    """Every second instance reads inside a context. The others do not observe the context."""
 
     def function(pair: tuple[int, Tensor]) -> Any:
         i, x = pair
@@ -122,7 +122,7 @@ def test_a_context_around_all(layer: nn.Linear, name: str) -> None:
 
 
 def test_a_mode_left_set_is_not_the_next_ones(layer: nn.Linear) -> None:
-    """As if each instance had a thread of its own."""
+    """Instances behave as if each one had a separate thread."""
 
     def function(pair: tuple[int, Tensor]) -> bool:
         i, x = pair
@@ -160,7 +160,7 @@ def test_context_variables(layer: nn.Linear) -> None:
 
 
 def test_the_error_being_handled(layer: nn.Linear) -> None:
-    """A read in an ``except`` block: the error there is this instance's."""
+    """After a read in an ``except`` block, the handled error is still this instance's error."""
 
     def function(pair: tuple[int, Tensor]) -> Any:
         i, x = pair
@@ -178,7 +178,7 @@ def test_the_error_being_handled(layer: nn.Linear) -> None:
 
 
 def test_warnings_of_pytorch_go_where_they_belong(layer: nn.Linear) -> None:
-    """torch's own calls keep their warnings on the stack until they return."""
+    """Calls of torch keep their warnings on the stack until they return."""
 
     def function(pair: tuple[int, Tensor]) -> Any:
         h = layer(pair[1])
@@ -203,7 +203,7 @@ def test_under_the_profiler(layer: nn.Linear) -> None:
 
 
 def test_transforms_and_dispatch_modes_within(layer: nn.Linear) -> None:
-    """No fiber is suspended there: the read is served at once."""
+    """No fiber can be suspended there, so the read is immediate."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Plain(TorchDispatchMode):
@@ -222,7 +222,7 @@ def test_transforms_and_dispatch_modes_within(layer: nn.Linear) -> None:
 
 
 def test_reads_in_hooks(layer: nn.Linear) -> None:
-    """autograd's engine runs them: at once."""
+    """autograd's engine runs the hooks, so their reads are immediate."""
 
     def function(pair: tuple[int, Tensor]) -> Any:
         x = pair[1].clone().requires_grad_()
@@ -237,7 +237,7 @@ def test_reads_in_hooks(layer: nn.Linear) -> None:
 
 
 def test_collections_run_meanwhile(layer: nn.Linear) -> None:
-    """Python's collector may end tensors while fibers are suspended."""
+    """Python's collector may free tensors while fibers are suspended."""
 
     def function(pair: tuple[int, Tensor]) -> Any:
         x = pair[1]
@@ -254,8 +254,7 @@ def test_collections_run_meanwhile(layer: nn.Linear) -> None:
 
 
 def test_instances_go_from_one_to_the_next(layer: nn.Linear) -> None:
-    """Some end, or fail, long before the one that was suspended just before them goes on; some are
-    suspended in a state of their own."""
+    """Some instances end or fail before the previous instance resumes, with different states."""
     greenlets: list[weakref.ref[greenlet.greenlet]] = []
 
     def function(i: int) -> Any:

@@ -39,13 +39,13 @@ def sentences(count: int = 8) -> list[tuple[int, list[int]]]:
 
 
 def choose(scores: Tensor, noise: torch.Generator) -> int:
-    """A sample from the softmax, by noise of the instance's own."""
+    """Returns a sample from the softmax, with the instance's noise."""
     gumbel = -torch.rand(scores.shape, generator=noise, dtype=DOUBLE).log().neg().log()
     return int((scores.detach() + gumbel).argmax().item())
 
 
 def test_scheduled_sampling() -> None:
-    """Bengio et al. 2015: the input of a step is sometimes what the model said."""
+    """Bengio et al. 2015: the input of a step is sometimes the model's own output."""
     model = Writer()
 
     def loss(pair: tuple[int, list[int]]) -> Any:
@@ -64,7 +64,7 @@ def test_scheduled_sampling() -> None:
 
 
 def test_reinforce() -> None:
-    """Williams 1992: actions are sampled, returns are plain numbers, of an episode's own length."""
+    """Williams 1992: actions are sampled, returns are numbers, and episodes differ in length."""
     model = Writer()
 
     def episode(pair: tuple[int, list[int]]) -> Any:
@@ -85,7 +85,7 @@ def test_reinforce() -> None:
 
 
 def test_a_loss_that_depends_on_a_value_read() -> None:
-    """The value read is used as a number and differentiated as a tensor."""
+    """A value is read as a number, and also differentiated as a tensor."""
     layer = nn.Linear(3, 3, dtype=DOUBLE)
 
     def loss(x: Tensor) -> Any:
@@ -124,7 +124,7 @@ def losses_of(model: Writer, pair: tuple[int, list[int]]) -> Tensor:
 
 
 def test_backward_in_each_instance() -> None:
-    """All roots are one backward: an engine run, not one for each."""
+    """One run of the engine differentiates all roots."""
     model = Writer()
     runs = 0
 
@@ -196,7 +196,7 @@ def test_backward_into_inputs_only() -> None:
 
 
 def test_create_graph() -> None:
-    """A gradient penalty, whose norm is read."""
+    """Tests a gradient penalty whose norm is read."""
     layer = nn.Linear(3, 3, dtype=DOUBLE)
 
     def function(x: Tensor) -> Any:
@@ -209,7 +209,7 @@ def test_create_graph() -> None:
 
 
 def test_backward_that_eager_refuses() -> None:
-    """The instance that asks for it is told; the others are not."""
+    """Only the instance that calls backward gets the error."""
     layer = nn.Linear(3, 3, dtype=DOUBLE)
 
     def function(pair: tuple[int, Tensor]) -> Any:
@@ -231,7 +231,7 @@ def test_backward_that_eager_refuses() -> None:
 
 
 def test_an_error_in_a_joint_backward() -> None:
-    """It reaches the instances whose roots ran together."""
+    """All instances whose roots ran together get the error."""
     layer = nn.Linear(3, 3, dtype=DOUBLE)
 
     class Refuses(torch.autograd.Function):
@@ -255,7 +255,7 @@ def test_an_error_in_a_joint_backward() -> None:
 
 
 def test_an_optimizer_over_maps() -> None:
-    """Several steps of training, greedy choices in the middle: the same parameters in the end."""
+    """Several training steps with greedy choices give the same parameters as a loop."""
     states = []
     for enabled in (False, True):
         torch.manual_seed(0)
@@ -279,7 +279,7 @@ def test_an_optimizer_over_maps() -> None:
 
 
 def test_some_losses_only() -> None:
-    """What is left out contributes nothing, even where it is NaN."""
+    """Losses that are left out contribute nothing, even if they are NaN."""
     layer = nn.Linear(3, 3, dtype=DOUBLE)
     xs = [torch.randn(2, 3, dtype=DOUBLE) for _ in range(4)]
     xs[2].fill_(float("nan"))
@@ -306,7 +306,7 @@ def test_some_losses_only() -> None:
     ],
 )
 def test_modules_made_in_an_instance(make: Callable[[], Tensor]) -> None:
-    """Seeded initialisation draws what it draws in a loop: no other instance runs in between."""
+    """Seeded initialisation draws the same numbers as in a loop, because no instance interferes."""
 
     def one(seed: int) -> Tensor:
         torch.manual_seed(seed % 2)

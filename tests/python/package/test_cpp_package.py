@@ -22,7 +22,7 @@ EXAMPLE = ROOT / "examples" / "cmake_project"
 
 
 def library() -> Path:
-    """The libautobatch that this process uses."""
+    """Returns the path of the libautobatch that this process uses."""
     with open("/proc/self/maps") as maps:
         (path,) = {line.split()[-1] for line in maps if line.strip().endswith("/libautobatch.so")}
     return Path(path)
@@ -37,13 +37,13 @@ def run(*command: str | Path, **options: object) -> str:
 
 
 def symbols(path: Path, *options: str) -> set[str]:
-    """All dynamic symbols, demangled."""
+    """Returns all dynamic symbols, demangled."""
     lines = run("nm", "-DC", *options, path).splitlines()
     return {line[19:] for line in lines if len(line) > 19}
 
 
 def own(names: set[str]) -> set[str]:
-    """Those in namespace autobatch, without their arguments."""
+    """Returns the symbols in namespace autobatch, without their arguments."""
     return {re.split(r"[(\[]", name)[0] for name in names if name.startswith("autobatch::")}
 
 
@@ -110,7 +110,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def environment_without_python() -> dict[str, str]:
-    """No interpreter on PATH: the tools that a C++ build needs, and nothing else."""
+    """Returns an environment whose PATH has only the tools of a C++ build, without Python."""
     return {"PATH": "/nonexistent", "HOME": os.environ.get("HOME", "/")}
 
 
@@ -143,7 +143,7 @@ def check_output(out: str) -> None:
 
 
 def build_folder() -> Path:
-    """Where the library was built: it lies there, or was installed from there."""
+    """Returns the folder in which the library was built."""
     for folder in (library().parent, ROOT / "build" / "latest"):
         if (folder / "CMakeCache.txt").exists():
             return folder
@@ -156,7 +156,7 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cm
 @pytest.mark.slow
 @needs_cmake
 def test_example_against_an_install_prefix(tmp_path: Path) -> None:
-    """`cmake --install`, moved elsewhere since, and torch found by CMAKE_PREFIX_PATH."""
+    """Uses an install prefix that was moved, and finds torch through CMAKE_PREFIX_PATH."""
     first = tmp_path / "first"
     run("cmake", "--install", build_folder(), "--prefix", first, "--component", "autobatch")
     moved = tmp_path / "moved"
@@ -172,7 +172,7 @@ def test_example_against_an_install_prefix(tmp_path: Path) -> None:
 def test_example_against_the_python_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `python -m torch_autobatch --cmake-dir` names, and nothing else."""
+    """Uses only the directory that `python -m torch_autobatch --cmake-dir` prints."""
     if not (PACKAGE / "share" / "cmake" / "Autobatch").exists():
         pytest.skip("the package was not installed: only its module was built")
     command.main(["--cmake-dir"])
@@ -183,7 +183,7 @@ def test_example_against_the_python_package(
 def configured_with(
     tmp_path: Path, project: Path, change: Callable[[str], str]
 ) -> subprocess.CompletedProcess[str]:
-    """A project that is configured against an installed package whose config file was changed."""
+    """Configures a project against an installed package whose config file was changed."""
     prefix = tmp_path / "prefix"
     run("cmake", "--install", build_folder(), "--prefix", prefix, "--component", "autobatch")
     (config,) = prefix.rglob("AutobatchConfig.cmake")
@@ -201,7 +201,7 @@ def configured_with(
 @pytest.mark.slow
 @needs_cmake
 def test_another_torch_is_refused(tmp_path: Path) -> None:
-    """A package that was built with another torch says so when it is configured."""
+    """Configuring fails with a message if the package was built with another torch."""
     done = configured_with(tmp_path, EXAMPLE, lambda s: s.replace(torch.__version__, "2.11.0"))
     assert done.returncode != 0
     assert "built with torch 2.11.0" in " ".join(done.stderr.split())
@@ -210,7 +210,7 @@ def test_another_torch_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_cmake
 def test_without_torch_the_package_is_not_found(tmp_path: Path) -> None:
-    """A project for which it is optional goes on."""
+    """A project for which the package is optional is still configured."""
     project = tmp_path / "project"
     project.mkdir()
     (project / "CMakeLists.txt").write_text(

@@ -26,10 +26,10 @@ pytestmark = [
 
 
 def run_two(script: Path, *arguments: str) -> str:
-    """Runs the script by torchrun. A deadlock ends with the timeout.
+    """Runs the script with torchrun. A deadlock ends with the timeout.
 
-    One process in some thirty is aborted when it exits, after all of its work, with
-    DistributedDataParallel alone as well: once more then.
+    About one process in thirty is aborted when it exits, after all of its work, also without this
+    library. The script then runs once more.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     path = os.pathsep.join([str(ROOT / "python"), str(ROOT), os.environ.get("PYTHONPATH", "")])

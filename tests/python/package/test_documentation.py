@@ -25,7 +25,7 @@ class Block:
 
 
 def blocks(page: Path) -> Iterator[Block]:
-    """The fenced blocks of a Markdown page."""
+    """Returns the fenced blocks of a Markdown page."""
     lines = page.read_text(encoding="utf-8").splitlines()
     start = None
     for number, line in enumerate(lines):
@@ -55,7 +55,7 @@ def without_code(page: Path) -> str:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one namespace: a page builds on its own first blocks and on nothing else."""
+    """The blocks of a page run in order, in one namespace."""
     monkeypatch.chdir(tmp_path)  # some save files
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "__main__"}
@@ -66,7 +66,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_examples_of_contributing_are_compiled() -> None:
-    """Each block of C++ stands in a source of the library or of its tests, but for indentation."""
+    """A source of the library or its tests contains each C++ block, except for indentation."""
     sources = [
         *(ROOT / "csrc").rglob("*.cpp"),
         *(ROOT / "csrc").rglob("*.inc"),
@@ -90,7 +90,7 @@ def test_readme_is_short() -> None:
 
 
 def heading_anchors(page: Path) -> set[str]:
-    """As GitHub and the site make them: lower case, without punctuation, spaces as hyphens."""
+    """Returns anchors like GitHub's and the site's: lower case, no punctuation, hyphens."""
     anchors: set[str] = set()
     for heading in re.findall(r"^#+ +(.*)$", page.read_text(encoding="utf-8"), flags=re.M):
         anchor = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")

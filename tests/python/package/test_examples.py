@@ -120,7 +120,7 @@ def test_unusable_file(tmp_path: Path, read: object) -> None:
 
 
 def library(folder: Path, functions: int) -> Path:
-    """Two modules, one of them a package, with so many functions each."""
+    """Makes two modules, one of which is a package, with this number of functions each."""
     source = "\n".join(f"def f{i}(x):\n    y = -x\n    return y + {i}\n" for i in range(functions))
     written(
         folder / "one.py",
@@ -286,7 +286,7 @@ def test_training_stops_when_its_time_is_up(
 
 @pytest.fixture
 def own_threads() -> Iterator[None]:
-    """For examples that set the number of threads: it is the caller's again afterwards."""
+    """Restores the number of threads, because some examples set it."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -331,7 +331,7 @@ def test_neural_modules_fail_where_results_differ(monkeypatch: pytest.MonkeyPatc
 
 
 def test_neural_modules_are_nodes_of_their_own() -> None:
-    """A module's use is one node, and questions of any structure share their batches."""
+    """A call of a module is one node, and questions of any structure share batches."""
     torch.manual_seed(0)
     model = neural_modules.Answerer(8)
     questions = neural_modules.make_questions(random.Random(0), 16)

@@ -20,7 +20,7 @@ BATCHED = "batch.keywords['enabled']"  # true in the batched run only: plants a 
 
 
 def planted(*lines: str) -> Program:
-    """A program with some innocent lines around the given ones."""
+    """Returns a program with some unrelated lines around the given ones."""
     return Program(
         [
             Statement("W0 = data(1, 4, 4).requires_grad_()"),
@@ -42,7 +42,7 @@ def worker():
 
 @pytest.mark.parametrize("how", [[], ["--map"]])
 def test_random_programs_are_as_in_eager(how: list[str]) -> None:
-    """Some hundred programs: values, gradients, strides, aliases, hooks, reads, errors, leaks."""
+    """Runs a few hundred programs."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.fuzz", "--programs", "300", "--each", "1", *how],
         cwd=ROOT,
@@ -77,7 +77,7 @@ def test_random_programs_are_as_in_eager(how: list[str]) -> None:
     ],
 )
 def test_a_planted_difference_is_seen(worker: Worker, kind: str, line: str) -> None:
-    """Each kind of difference is told from the others."""
+    """Each kind of difference is distinguished from the others."""
     if kind == "hang":
         worker.timeout = 2
     difference = worker.run(planted(line)).difference
@@ -86,7 +86,7 @@ def test_a_planted_difference_is_seen(worker: Worker, kind: str, line: str) -> N
 
 
 def test_memory_that_grows_is_seen(worker: Worker) -> None:
-    """Also where no variable of the program holds it."""
+    """Growth is detected even if no variable of the program holds the memory."""
     program = planted(f"torch.__dict__.setdefault('planted', []).append(bytes(40000 * {BATCHED}))")
     program.seed = 0
     difference = worker.run(program).difference
@@ -95,13 +95,13 @@ def test_memory_that_grows_is_seen(worker: Worker) -> None:
 
 
 def test_equal_runs_are_equal(worker: Worker) -> None:
-    """No difference without a cause; also after a process that crashed."""
+    """Equal runs have no difference, even after a process crashed."""
     worker.run(planted(f"if {BATCHED}: __import__('os').abort()"))
     assert worker.run(planted("a3 = a1 * 2", "a3.sum().backward()")).difference is None
 
 
 def test_a_failing_program_is_made_smaller(worker: Worker) -> None:
-    """Down to the line at fault and what it needs; blocks around it go as well."""
+    """The program shrinks to the failing line and its inputs, without surrounding blocks."""
     inner = [Statement("a4 = a1 + 1"), Statement(f"a5 = a4 * (1 + {BATCHED})")]
     program = planted("a3 = a1 * 2")
     program.statements.append(Statement("with torch.no_grad():", inner))
@@ -116,7 +116,7 @@ def test_a_failing_program_is_made_smaller(worker: Worker) -> None:
 
 
 def test_a_seed_gives_one_program(worker: Worker) -> None:
-    """The same from any process, and another than the next seed's."""
+    """A seed gives the same program in any process, and the next seed gives a different one."""
     first, again = worker.run(7).program, Worker(frozenset(), timeout=10)
     assert first is not None
     same, other = again.run(7).program, again.run(8).program
@@ -127,7 +127,7 @@ def test_a_seed_gives_one_program(worker: Worker) -> None:
 
 
 def test_the_script_runs_by_itself(tmp_path: Path) -> None:
-    """What is printed for a failure needs nothing of the fuzzer, and shows the difference."""
+    """The printed script does not need the fuzzer, and shows the difference."""
     script = planted("a3 = a1 * (2 if batch is ab.batch else 1)").script()
     path = tmp_path / "script.py"
     path.write_text(script)

@@ -45,7 +45,7 @@ def test_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With the processes it started; figures that it wrote are kept."""
+    """The part ends with the processes that it started. Results that it wrote are kept."""
     code = (
         "import os, pathlib, subprocess, sys\n"
         "sleeper = subprocess.Popen(['sleep', '1000'])\n"
@@ -77,7 +77,7 @@ def test_what_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def runs(process: int) -> bool:
-    """A process that has ended may wait for its parent to ask."""
+    """Returns whether the process runs. An ended process may be a zombie."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

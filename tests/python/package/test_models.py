@@ -128,7 +128,7 @@ def test_disabled_is_eager(build: Build) -> None:
 
 
 def test_trained_weights_are_eagers(build: Build) -> None:
-    """Some steps of an optimizer, each in a block of its own."""
+    """Runs some steps of an optimizer, each in a separate block."""
     initial, instances = build()
 
     def train(enabled: bool) -> list[Tensor]:

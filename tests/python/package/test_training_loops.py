@@ -23,7 +23,7 @@ ITEMS: list[Item] = [
 
 
 class Minibatch(nn.Module):
-    """The loss of a list of examples of different lengths."""
+    """Computes the loss of a list of examples of different lengths."""
 
     def __init__(self, enabled: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Minibatch(nn.Module):
 
 
 def check(train: Callable[[Minibatch], object]) -> None:
-    """That training gives the same weights with blocks and without, and that ops were batched."""
+    """Checks that training gives the same weights with and without blocks, and batches ops."""
     ours, eager = Minibatch(True), Minibatch(False)
     before = ours.layer.weight.detach().clone()
     train(ours)

@@ -67,7 +67,7 @@ def programs(tmp_path: Path) -> list[Path]:
 
 
 def run(*command: str, folder: Path) -> str:
-    """What a checker prints. It ends with 1 if it finds something."""
+    """Returns the output of a checker, whose exit status is 1 if it finds a mistake."""
     environment = {**os.environ, "MYPYPATH": str(PACKAGES)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def setup_module_of(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``setup.py``, without what it does."""
+    """Loads ``setup.py`` without running the build."""
     import setuptools
 
     monkeypatch.setattr(setuptools, "setup", lambda **options: None)

@@ -47,7 +47,7 @@ def test_a_function_of_a_parameter_is_computed_once(name: str) -> None:
     assert report.passes["common_subexpressions"] >= 3 * nodes, report
 
 
-@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"mask"}))  # the factory runs at once
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"mask"}))  # the factory runs eagerly
 def test_without_gradients(name: str) -> None:
     function, _ = FUNCTIONS[name]
     w, xs = rand(4, 4).requires_grad_(), instances()
@@ -71,7 +71,7 @@ def test_verify() -> None:
 
 
 def test_modules_with_weight_norm_and_pruning() -> None:
-    """Results and the gradients of all parameters; one call of each layer for all instances."""
+    """Compares results and gradients. Each layer is one call for all instances."""
     torch.manual_seed(0)
     layer: Any = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4, dtype=torch.float64))
     pruned = nn.Linear(4, 4, dtype=torch.float64)
@@ -115,7 +115,7 @@ def losses(
 
 
 def test_each_loss_can_be_differentiated_by_itself() -> None:
-    """A loss frees what its instance kept, and not what the other instances need."""
+    """Backward of a loss frees the values of its instance, but no values that others need."""
     grads = []
     for enabled in (True, False):
         w, each = losses(enabled)
@@ -146,7 +146,7 @@ def test_gradients_of_each_loss(create_graph: bool) -> None:
 @pytest.mark.parametrize("name", ["linear", "matmul", "scalar", "views", "several matrices"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradients_within_the_block_after_a_read(name: str, create_graph: bool) -> None:
-    """The read runs the shared nodes. A gradient of one loss does not spend them for the others."""
+    """The read runs the shared nodes. A gradient of one loss does not consume them for others."""
     function, _ = FUNCTIONS[name]
 
     def gradient(loss: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_parameters_may_change_within_the_block() -> None:
 
 
 def test_many_different_operands_are_not_compared_for_long() -> None:
-    """A signature whose nodes are all different is given up."""
+    """The pass stops comparing the nodes of a signature if all of them differ."""
     table = rand(600, 4).requires_grad_()
     with ab.batch() as scope:
         rows = [table[i] * 2 for i in range(600)]

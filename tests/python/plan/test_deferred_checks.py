@@ -25,7 +25,7 @@ def layer() -> nn.Linear:
 
 @pytest.fixture(autouse=True)
 def validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``torch.compile`` switches the checks of distributions off, for the rest of the process."""
+    """``torch.compile`` disables the checks of distributions for the rest of the process."""
     monkeypatch.setattr(D.Distribution, "_validate_args", True)
 
 
@@ -157,7 +157,7 @@ def test_torch_assert_waits(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("op", [torch._is_all_true, torch._is_any_true])
 def test_the_truth_of_each_instance(layer: nn.Linear, op: Callable[[Tensor], Tensor]) -> None:
-    """functorch's rules for these take all instances for one."""
+    """functorch's rules for these ops treat all instances as one."""
     thresholds = [0.0, 1e9, 0.0, 0.05]
     with torch.no_grad(), ab.batch() as scope:
         outputs = [op(soft(layer, x) > t) for x, t in zip(inputs(4), thresholds, strict=True)]
@@ -198,7 +198,7 @@ def test_failures_are_eagers(layer: nn.Linear, check: Callable[[Tensor], Tensor]
 
 
 def test_the_first_in_the_program_is_raised(layer: nn.Linear) -> None:
-    """Whatever order they are computed in."""
+    """The order in which the checks are computed does not matter."""
     with pytest.raises(InvalidError, match="first"), ab.batch(defer_checks=True):
         h = layer(torch.ones(1, 4, dtype=torch.float64))
         cases.positive(-(h * h).exp().tanh().exp(), "first")
@@ -206,7 +206,7 @@ def test_the_first_in_the_program_is_raised(layer: nn.Linear) -> None:
 
 
 def test_it_goes_before_an_error_that_comes_of_it(layer: nn.Linear) -> None:
-    """Cholesky fails on what was checked."""
+    """Cholesky fails for the matrix whose check failed."""
     with pytest.raises(InvalidError, match="diagonal"), ab.batch(defer_checks=True):
         h = layer(torch.ones(1, 4, dtype=torch.float64))
         matrix = -torch.eye(4, dtype=torch.float64) * (h * h).sum()
@@ -305,7 +305,7 @@ def test_the_value_at_the_check_counts(layer: nn.Linear) -> None:
 
 
 def test_what_a_check_keeps_is_not_made_real(layer: nn.Linear) -> None:
-    """The branch that raises reads `x`, which nobody else holds in the end."""
+    """Only the branch that raises still holds `x` at the end."""
     results = []
     with ab.batch(defer_checks=True) as scope:
         for x in inputs():
@@ -342,7 +342,7 @@ def test_inference_mode(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("check_cells", [False, True])
 def test_in_a_cell(layer: nn.Linear, check_cells: bool) -> None:
-    """Each use is checked: the function runs op by op."""
+    """Each call is checked, because the function runs op by op."""
 
     @ab.cell
     def step(x: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ def test_decorator(layer: nn.Linear) -> None:
 
 
 def test_module_code(layer: nn.Linear) -> None:
-    """Without a source file the value is read."""
+    """Without a source file, the value is read immediately."""
     code = compile("if not (x > 0).all():\n    raise ValueError", "<made up>", "exec")
     with ab.batch(defer_checks=True) as scope:
         exec(code, {"x": soft(layer, inputs()[0])})
@@ -461,7 +461,7 @@ def test_an_instance_that_catches_it_late_fails(layer: nn.Linear) -> None:
 
 
 def test_a_check_before_a_map(layer: nn.Linear) -> None:
-    """That of the block, not of an instance."""
+    """The check belongs to the block, and not to an instance."""
     done = []
     with pytest.raises(InvalidError, match="before") as caught, ab.batch(defer_checks=True):
         h = layer(torch.ones(1, 4, dtype=torch.float64))

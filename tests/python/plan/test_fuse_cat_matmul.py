@@ -67,7 +67,7 @@ def test_values_and_gradients(rows: Sequence[int]) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_the_products_of_one_instance_stay_on_one_thread() -> None:
-    """They add to each other; half of so many begins within one."""
+    """The products of an instance add to one output, so threads must not divide them."""
     check_without_cat(product, *instances(151, 16, 16, 16), parameters=[weight(16, 48)])
 
 
@@ -127,7 +127,7 @@ def test_a_cat_that_is_held_stays() -> None:
 
 
 def test_pieces_that_are_read_again() -> None:
-    """In one cat twice, in several, by other ops; and parts of one value."""
+    """Pieces occur twice in a cat, in several cats, in other ops, and as parts of one value."""
 
     def function(w: Tensor, a: Tensor, b: Tensor) -> list[Tensor]:
         a, b = a.tanh(), b.tanh()
@@ -145,7 +145,7 @@ def test_pieces_that_are_read_again() -> None:
 
 @pytest.mark.parametrize("read", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
 def test_pieces_that_were_computed_before(read: tuple[int, ...]) -> None:
-    """By an earlier flush of the block: of some instances only, the first, the second, or all."""
+    """An earlier flush computed the first piece, the second or all, for some instances."""
     w = weight(columns=48).requires_grad_()
     xs = [rand(16, N, dtype=FLOAT).requires_grad_() for _ in range(6)]
 
@@ -178,7 +178,7 @@ def test_two_weights_and_a_part_of_one() -> None:
 
 
 def tree(w: Tensor, leaves: Sequence[Tensor], read: int = 2) -> list[Tensor]:
-    """MV-RNN's matrices: those of phrases from those of words."""
+    """Computes the matrices of MV-RNN: phrases from words."""
     states = [leaf.tanh() for leaf in leaves]
     while len(states) > read - 1:
         states = [*states[2:], (w @ torch.cat(states[:2])).tanh()]
@@ -254,7 +254,7 @@ def test_double_backward() -> None:
 
 @pytest.mark.parametrize("write", ["none", "held_piece", "weight"])
 def test_held_pieces_and_writes_before_backward(write: str) -> None:
-    """A gradient passes through a held piece; eager has a copy of it, and saves the weight."""
+    """A gradient passes through a held piece. Eager copies the piece and saves the weight."""
     w = weight().requires_grad_()
     xs = [rand(16, N, dtype=FLOAT).requires_grad_() for _ in range(4)]
 
@@ -304,7 +304,7 @@ def test_in_a_cell() -> None:
 
 
 def test_what_waits_may_read_the_cat_later() -> None:
-    """A read of the product leaves the rest waiting."""
+    """A read of the product leaves the other nodes pending."""
     w = weight().requires_grad_()
     xs = [rand(16, N, dtype=FLOAT) for _ in range(4)]
 
@@ -352,7 +352,7 @@ def test_on_other_cpus(capability: str) -> None:
 
 
 def test_a_product_whose_flush_failed_is_met_again() -> None:
-    """Its first piece is itself a cat; the operands are the pieces by then."""
+    """The first piece is a cat. The product was fused before, so its operands are the pieces."""
     w, table = weight(), rand(4, 16, dtype=FLOAT).requires_grad_()
     upper, lower = (rand(8, 16, dtype=FLOAT) for _ in range(2))
     with ab.batch():

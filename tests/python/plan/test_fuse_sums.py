@@ -77,7 +77,7 @@ def test_a_sum_over_instances_is_one_call(name: str, options: dict[str, Any]) ->
 
 
 def test_sums_of_each_instance_run_together() -> None:
-    """Of different numbers of terms, and shapes but for their number of elements."""
+    """The sums of the instances have different numbers of terms."""
 
     def terms(x: Tensor) -> Any:
         return sum((row * 2).tanh() for row in x)
@@ -208,7 +208,7 @@ def test_an_error_names_the_line() -> None:
 
 @pytest.mark.parametrize("instances", [1, 3])
 def test_a_sum_that_fails_when_it_is_read(instances: int) -> None:
-    """What was made one sum for a read that failed is met again at the end."""
+    """The end of the block finds a sum that was fused for a failed read."""
     w = rand(3, 1).requires_grad_()
     good: list[Tensor] = []
     with ab.batch():
@@ -229,7 +229,7 @@ def test_a_sum_that_fails_when_it_is_read(instances: int) -> None:
 
 
 class Bags(torch.nn.Module):
-    """The sum of what stands at a bag's indices, looked up one by one."""
+    """Sums the rows at the indices of a bag, which are looked up separately."""
 
     def __init__(self, dtype: torch.dtype = torch.float64, **options: Any) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def bags_of(*lengths: int, shape: Sequence[int] = (1,)) -> list[list[Tensor]]:
 
 
 def same_as_eager(results: Callable[[bool], Sequence[Tensor | None]]) -> None:
-    """Of a program run with a block that captures, and with one that does not."""
+    """Runs a program with and without capture, and compares the results."""
     for k, (value, expected) in enumerate(zip(results(True), results(False), strict=True)):
         assert_same(f"value {k}", value, expected)
 
@@ -269,13 +269,13 @@ def check_bags(model: Bags, bags: Sequence[Sequence[Tensor]]) -> ab.Report:
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 2), (0,)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"padding_idx": -1}], ids=str)
 def test_sums_of_lookups_are_one_call(options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Of any number of terms, two too."""
+    """Sums of lookups are fused for any number of terms, including two."""
     report = check_bags(Bags(**options), bags_of(2, 5, 40, 17, 2, shape=shape))
     assert [(s.op, s.batches) for s in report.signatures] == [("aten::embedding", 1)], report
 
 
 def test_sums_of_rounded_lookups() -> None:
-    """Few, for eager rounds after each addition."""
+    """The sums have few terms, because eager rounds after each addition."""
     check_bags(Bags(dtype=torch.bfloat16), bags_of(2, 5, 8))
 
 
@@ -336,7 +336,7 @@ def test_matrices_and_grad_modes_do_not_mix_in_lookups() -> None:
 
 
 def test_an_index_out_of_range_in_a_sum() -> None:
-    """Eager's error; the other instances' sums are there."""
+    """Eager's error is raised. The sums of other instances are computed."""
     model = Bags()
     bags = bags_of(4, 5, 6)
     bags[1][2] = torch.tensor([7])
@@ -355,7 +355,7 @@ def test_an_index_out_of_range_in_a_sum() -> None:
 
 
 def test_indices_of_a_sum_that_are_written_to() -> None:
-    """Whichever of them: eager saves all."""
+    """Eager saves all indices, so a write to any of them is an error."""
     model = Bags()
     for k in (0, 37):
         bags = bags_of(4, 40)
@@ -368,7 +368,7 @@ def test_indices_of_a_sum_that_are_written_to() -> None:
 
 
 def test_a_matrix_that_is_written_to_after_its_sums() -> None:
-    """Backward does not read it."""
+    """Backward does not read the matrix, so the write is allowed."""
     model = Bags()
     with ab.batch():
         sums = [model(bag) for bag in bags_of(4, 5)]

@@ -27,7 +27,7 @@ def test_instances_that_end_at_different_steps() -> None:
 
 
 def test_readers_in_another_order() -> None:
-    """Each row is read by the one that comes after it from the end, by two ops, or by none."""
+    """Rows are read in reverse order, by two ops, or not at all."""
     weight = rand(WIDTH, WIDTH).requires_grad_()
     x = [rand(1, WIDTH).requires_grad_() for _ in range(6)]
 

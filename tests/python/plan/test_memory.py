@@ -40,7 +40,7 @@ def train(function: Callable[[Tensor], Tensor], xs: list[Tensor]) -> None:
 
 
 def test_the_profiler_sees_the_pool() -> None:
-    """What waits in the pool is nobody's, and what is taken from it counts."""
+    """The profiler counts memory that is taken from the pool, and not memory in the pool."""
     xs = inputs()
     step = repeated(torch.tanh, 10)
     train(step, xs)
@@ -54,7 +54,7 @@ def test_the_profiler_sees_the_pool() -> None:
 
 
 def test_the_profiler_knows_all_that_it_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
-    """What goes back to the system was free already, and no tensor's."""
+    """Memory that returns to the system was free, so no tensor used it."""
     ab.empty_cache()
     xs = inputs()
 
@@ -70,7 +70,7 @@ def test_the_profiler_knows_all_that_it_is_told_of(capfd: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("of", ["lookups", "products"])
 def test_gradients_of_weights_come_back_to_the_kept_memory(of: str) -> None:
-    """Given back to the system, each page of them would have to be faulted in at the next step."""
+    """If it went back to the system, the next step would have a page fault for each page."""
     weight = torch.nn.Parameter(torch.randn(1000, 1000))
     indices, rows = torch.tensor([1, 5]), torch.randn(2, 1000)
     with ab.batch():
@@ -103,7 +103,7 @@ def test_gradients_go_as_backward_goes() -> None:
 
 
 def test_values_go_as_backward_goes() -> None:
-    """Hooks of the inputs run at the end of backward: by then most of it is free."""
+    """Hooks of the inputs run at the end of backward, when most of the memory is free."""
     xs = inputs()
     with ab.batch():
         losses = [repeated(torch.tanh, 40)(x) for x in xs]
@@ -116,7 +116,7 @@ def test_values_go_as_backward_goes() -> None:
 
 
 def test_of_one_ops_results_only_those_are_kept_that_backward_reads() -> None:
-    """Of each step eager keeps x and y, not z: x goes by what follows, z by a sum."""
+    """In each step, eager saves x and y, but not z, which only a sum reads."""
     xs = inputs()
 
     def step(x: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def test_of_one_ops_results_only_those_are_kept_that_backward_reads() -> None:
 
 
 def recurrence(hidden: int, steps: int) -> tuple[Callable[[Tensor], Tensor], nn.ParameterList]:
-    """Gates by hand: what x adds to them is one product for all steps, read step by step."""
+    """One product computes the input's contribution to the gates of all steps."""
     w_x, w_h = (nn.Parameter(torch.randn(4 * hidden, hidden) / hidden) for _ in range(2))
 
     def run(xs: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
 
 @pytest.mark.needs("chunk_batches")
 def test_a_divided_batch_counts_once_and_gives_the_same() -> None:
-    """128 x 24 rows of 512 are 6 MB, and are computed in parts, as they are read."""
+    """128 x 24 rows of 512 are 6 MB. They are computed in parts, shortly before each read."""
     counts = []
     for hidden in (16, 128):
         run, weights = recurrence(hidden, 24)
@@ -207,7 +207,7 @@ def chain(x: Tensor, w: Tensor) -> Tensor:
 
 
 def test_one_loss_after_the_other() -> None:
-    """What is dropped after the first must not be missed by the second."""
+    """Data that is freed after the first backward must not be needed by the second."""
     w = torch.rand(8, 8, dtype=DOUBLE, requires_grad=True)
     xs = [torch.rand(1, 8, dtype=DOUBLE, requires_grad=True) for _ in range(4)]
     with ab.batch():
@@ -225,7 +225,7 @@ def test_one_loss_after_the_other() -> None:
 
 
 def test_held_values_and_create_graph() -> None:
-    """Held values are read again where the graph is computed again."""
+    """If the graph is computed again, held values are read again."""
     w = torch.rand(8, 8, dtype=DOUBLE, requires_grad=True)
     xs = [torch.rand(1, 8, dtype=DOUBLE, requires_grad=True) for _ in range(3)]
 
@@ -240,7 +240,7 @@ def test_held_values_and_create_graph() -> None:
 
 
 def test_a_value_that_is_read_late() -> None:
-    """A slab whose readers are far apart lives as long as the last of them needs."""
+    """A slab lives until its last reader has run."""
 
     def model(x: Tensor) -> Tensor:
         first = x.neg()

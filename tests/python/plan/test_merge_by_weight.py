@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Experts(nn.Module):
-    """A row goes through one expert of two layers, and past it."""
+    """A row passes through one expert with two layers, and around it."""
 
     def __init__(self, experts: int = 3, bias: bool = True) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def losses(model: Experts, x: Sequence[Tensor]) -> list[Tensor]:
 
 
 def batches_run(function: Callable[[], object], op: str) -> list[int]:
-    """The members of each batch of the op, as the profiler has them."""
+    """Returns the members of each batch of the op, according to the profiler."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     named = [e.name for e in profile.events() if f"torch_autobatch::{op}(" in e.name]
@@ -123,7 +123,7 @@ def test_backward_of_some_and_again() -> None:
 
 @pytest.mark.parametrize("policy", ["agenda", "depth", "frontier", "auto"])
 def test_the_same_weights_twice(policy: str) -> None:
-    """By depth a second batch of `b` comes after that of `c`; what `a` gives has no gradient."""
+    """With `depth`, `b` has a second batch after `c`. Results of `a` get no gradient."""
     a, b, c = (nn.Linear(WIDTH, WIDTH, dtype=DOUBLE) for _ in range(3))
     x = [[rand(1, WIDTH).requires_grad_() for _ in range(4)] for _ in range(3)]
     leaves = [*b.parameters(), *c.parameters(), *(value for each in x for value in each[1:])]
@@ -201,7 +201,7 @@ def test_forms(
 
 
 def test_inputs_that_lie_together() -> None:
-    """Two directions: what goes into each product is the results of one batch."""
+    """In two directions, the inputs of each product are the results of one batch."""
 
     def step(forward: Tensor, back: Tensor, x: Tensor, y: Tensor) -> Tensor:
         for _ in range(3):
@@ -216,7 +216,7 @@ def test_inputs_that_lie_together() -> None:
 
 
 def test_views_of_a_parameter_are_one_weight_without_gradients() -> None:
-    """Written out in each instance they are tensors of their own, over the same memory."""
+    """Each instance makes its own views, over the same memory."""
     weights = rand(3, WIDTH, WIDTH).requires_grad_()
     x = [rand(n, WIDTH) for n in (1, 2, 3)]
     for _ in range(2):  # the calls of the second block are cached

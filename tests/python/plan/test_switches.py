@@ -1,4 +1,4 @@
-"""Every pass and every fast path can be turned off, alone and all at once: results are eager's."""
+"""Every pass and fast path can be turned off, alone or all together; results match eager mode."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def crossed(width: int) -> Callable[[], list[Tensor]]:
 
 
 def large(width: int) -> Callable[[], list[Tensor]]:
-    """Large products, each read by a batch of its own."""
+    """Large products, each of which a separate batch reads."""
     layer, xs = linear(width), [rand(2000, width) for _ in range(16)]
 
     def run() -> list[Tensor]:
@@ -119,7 +119,7 @@ def numbers(width: int) -> Callable[[], list[Tensor]]:
 
 
 def dropped(width: int) -> Callable[[], list[Tensor]]:
-    """Most results are out of reach at once."""
+    """Most results become unreachable immediately."""
     layer, start = linear(width), rand(width)
 
     def run() -> list[Tensor]:
@@ -131,7 +131,7 @@ def dropped(width: int) -> Callable[[], list[Tensor]]:
     return run
 
 
-# What each switch stands for, and whether this machine has it.
+# The meaning of each switch, and whether it exists on this machine.
 PROGRAMS: dict[str, tuple[Program, bool]] = {
     "common_subexpressions": (weights, True),
     "fuse_sums": (sums, True),
@@ -150,7 +150,7 @@ PROGRAMS: dict[str, tuple[Program, bool]] = {
 
 
 def run(program: Program, width: int, *, enabled: bool) -> list[Tensor]:
-    """Results, and the gradients of all parameters."""
+    """Returns the results and the gradients of all parameters."""
     torch.manual_seed(0)
     parameters: list[nn.Parameter] = []
     with torch.nn.modules.module.register_module_parameter_registration_hook(
@@ -216,7 +216,7 @@ def test_the_report_says_what_passes_did() -> None:
 def test_a_switch_is_not_changed_in_a_block() -> None:
     with ab.batch(), pytest.raises(RuntimeError, match="a block is open"):
         _C.set_switch("direct_calls", False)
-    with pytest.raises(ValueError, match=r"no switch 'calls'; there are .*direct_calls"):
+    with pytest.raises(ValueError, match=r"there is no switch 'calls'; switches: .*direct_calls"):
         _C.set_switch("calls", False)
 
 
@@ -250,7 +250,10 @@ def test_the_environment_variable(disable: str, off: set[str]) -> None:
 def test_an_unknown_name_in_the_environment() -> None:
     done = python("import torch_autobatch", "fuse_sums,fast_path")
     assert done.returncode != 0
-    assert "AUTOBATCH_DISABLE names 'fast_path', which is not among all, passes" in done.stderr
+    assert (
+        "AUTOBATCH_DISABLE names 'fast_path', which is not a switch; expected one of all, passes"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("disable", ["passes", "fast_paths"])

@@ -315,7 +315,7 @@ NO_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", NO_VIEWS)
 def test_result_can_be_detached_in_place(name: str) -> None:
-    """A result of several ops must not be a view to autograd if eager's result is none."""
+    """A result of several ops must not be a view to autograd if eager's result is not a view."""
     x = rand(4, 6, 8).requires_grad_()
     expected = NO_VIEWS[name](x.sin()).detach_()
     with ab.batch(adaptive=False):

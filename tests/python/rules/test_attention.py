@@ -155,7 +155,7 @@ def test_errors_are_eagers() -> None:
 
 
 def attend_to_ones(p: float, lengths: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """With equal weights and values of one, a result is the share that was kept."""
+    """With equal weights and values of one, a result is the share of kept elements."""
     values = [torch.ones(1, 2, t, 4, requires_grad=True) for t in lengths]
     with ab.batch() as scope:
         results = [
@@ -233,7 +233,7 @@ def test_only_what_is_differentiated_costs_and_counts() -> None:
 
 
 def test_autocast() -> None:
-    """What was computed in bfloat16 is no further from the exact gradient than eager's is."""
+    """In bfloat16, the error of a gradient is not larger than eager's error."""
     given, xs = rand(8, 8, dtype=torch.float32), [rand(t, 8, dtype=torch.float32) for t in (3, 5)]
 
     def gradient(dtype: torch.dtype, enabled: bool, cast: bool) -> tuple[list[Tensor], Tensor]:
@@ -388,7 +388,7 @@ def test_a_one_token_sentence_is_in_the_same_batches() -> None:
 @pytest.mark.parametrize("key_heads", [4, 2])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_one_query_over_any_number_of_keys(dtype, key_heads, transposed):
-    """A step of generation: keys and values are read where they lie."""
+    """Tests a step of generation, in which keys and values are read in place."""
 
     def heads(n, number, length):
         if transposed:

@@ -72,7 +72,7 @@ def test_transposed(options: dict[str, Any], dims: int, lead: tuple[int, ...]) -
 @pytest.mark.parametrize("name", ["conv1d", "conv2d", "conv_transpose1d", "conv_transpose2d"])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_weights_of_each_instance(name: str, lead: tuple[int, ...], groups: int) -> None:
-    """Computed from the instance: instances of one size run as one call."""
+    """The weight is computed from the instance. Instances of one size run as one call."""
     convolution, dims = getattr(F, name), 1 if name.endswith("1d") else 2
     instances = [
         (rand(*lead, 4, *(n, 6)[:dims]), rand(4, 4 // groups, *[3] * dims), rand(4))

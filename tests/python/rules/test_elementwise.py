@@ -256,7 +256,7 @@ SHARED = BINARY | {
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (1, 3), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_operands(name: str, shape: Sizes, operands: str) -> None:
-    """h is held, so what reads it is on a level of its own, where all members read the same."""
+    """h is held, so its readers have a separate level, in which all members read the same value."""
     op = SHARED[name]
 
     def run(enabled: bool) -> list[Tensor | None]:

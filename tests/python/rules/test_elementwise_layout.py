@@ -65,7 +65,7 @@ OPERANDS: dict[str, Callable[[int], tuple[int, ...]]] = {
 
 
 def pending(x: Tensor, layout: Layout) -> Tensor:
-    """As a result of a captured op."""
+    """Returns the tensor as a result of a captured op."""
     return layout(x * 1.5)
 
 
@@ -123,7 +123,7 @@ def test_lengths_add_no_batches(layout: Layout) -> None:
 
 
 def test_root_mean_square_norm() -> None:
-    """As Hugging Face's models write it, on [1, length, width]."""
+    """Like the code of Hugging Face's models, on [1, length, width]."""
 
     def function(weight: Tensor, x: Tensor) -> Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
@@ -135,7 +135,7 @@ def test_root_mean_square_norm() -> None:
 
 
 def test_rotary_embedding() -> None:
-    """As Hugging Face's models write it: on queries that lie by length."""
+    """Like the code of Hugging Face's models, on queries whose memory is ordered by length."""
 
     def rotate(x: Tensor) -> Tensor:
         half = x.size(-1) // 2
@@ -163,7 +163,7 @@ def test_cat_of_pieces_of_any_layout(dim: int) -> None:
 
 
 def test_cat_leaves_out_an_empty_tensor_of_one_dimension() -> None:
-    """A cache of keys begins like that."""
+    """A cache of keys begins with an empty tensor of one dimension."""
 
     def function(x: Tensor) -> Tensor:
         return torch.cat([torch.tensor([], dtype=x.dtype), x.tanh()], dim=-2)

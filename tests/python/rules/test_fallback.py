@@ -113,7 +113,7 @@ CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("instances", [1, 3])
 def test_a_generic_op_feeds_itself(name: str, instances: int) -> None:
-    """What one batch saved for backward survives the next batch of the same signature."""
+    """Values that a batch saved for backward are not changed by the next batch of its signature."""
     op = CHAINS[name]
     xs = [rand(2, 3) for _ in range(instances)]
     check(lambda p, x: op(op(op(x * p))), *xs, parameters=[rand(3)])
@@ -251,7 +251,7 @@ SIMILAR: dict[str, list[Callable[[Tensor], Tensor]]] = {
 
 @pytest.mark.parametrize("name", SIMILAR)
 def test_similar_ops_are_not_merged(name: str) -> None:
-    """[dynet] Ops that differ in kind, axis or constant only, in one block and in turn."""
+    """[dynet] Ops that differ only in kind, axis or constant, in one block or several."""
     ops = SIMILAR[name]
     x = rand(3, 3)
     check(lambda x: [op(x.tanh()) for op in ops], x, x + 1, x - 1)
@@ -261,7 +261,7 @@ def test_similar_ops_are_not_merged(name: str) -> None:
 
 
 def test_a_constant_tensor_is_not_the_first_members() -> None:
-    """[dynet] Of operands of one shape each instance reads its own, and shared ones are shared."""
+    """[dynet] Each instance reads its own operand, also if another operand is shared."""
     constants = [torch.full((3,), float(i), dtype=DOUBLE) for i in range(4)]
     check(lambda p, x, i: x.tanh() * constants[i] + p, *[(rand(3), i) for i in range(4)],
           parameters=[rand(3)])  # fmt: skip

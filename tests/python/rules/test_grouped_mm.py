@@ -11,7 +11,7 @@ if not hasattr(torch, "_grouped_mm"):
 
 
 def cases(counts):
-    """Rows of each instance, and where each expert's end."""
+    """Returns the rows of each instance, and the end of each expert's rows."""
     xs = [torch.randn(sum(n), WIDTH, requires_grad=True) for n in counts]
     ends = [torch.tensor(n).cumsum(0).to(torch.int32) for n in counts]
     return list(zip(xs, ends, strict=True))
@@ -69,7 +69,7 @@ def test_one_instance_alone_and_without_gradients(weight):
 
 
 def test_rows_behind_the_last_end(weight):
-    """What is computed for them is undefined; they get no gradient."""
+    """The results of rows after the last end are undefined, and the rows get no gradient."""
     data = [(torch.randn(9, WIDTH, requires_grad=True), ends) for _, ends in cases(COUNTS)[:3]]
     with ab.batch(adaptive=False):
         ours = [multiply(x * 1, weight, ends)[: ends[-1]] for x, ends in data]

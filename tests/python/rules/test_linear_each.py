@@ -27,7 +27,7 @@ def without_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 def own_matrix(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The bias is an argument as it is."""
+    """The bias is passed unchanged."""
     return F.linear(x, w.sin(), b)
 
 
@@ -68,7 +68,7 @@ def test_other_types(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_one_matrix_that_is_computed(has_bias: bool) -> None:
-    """For all instances: weight normalization, say."""
+    """All instances have one computed matrix, as in weight normalization."""
     torch.manual_seed(1)
     v, g, b = (rand(*sizes).requires_grad_() for sizes in [(6, 4), (6, 1), (6,)])
     xs = [rand(n, 4).requires_grad_() for n in SIZES]
@@ -109,7 +109,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_gradient_of_squared_errors(reduction: str) -> None:
-    """Its own gradient too, with respect to all three operands."""
+    """Also tests the gradient of the gradient with respect to all three operands."""
     torch.manual_seed(1)
     w = rand(4).requires_grad_()
     xs = [rand(n, 4).requires_grad_() for n in SIZES]

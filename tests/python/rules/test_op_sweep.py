@@ -25,18 +25,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[Outcome]:
-    """All ops, checked in a process of their own."""
+    """Checks all ops in separate processes."""
     return op_sweep.sweep(["float32"], samples=2, each=False, jobs=1)
 
 
 def test_breadth_no_op_is_wrong(outcomes: list[Outcome]) -> None:
-    """Values, metadata, aliasing and gradients of every op are eager's."""
+    """Values, metadata, aliasing and gradients of every op match eager mode."""
     assert len(outcomes) > 600
     assert op_sweep.wrong(outcomes) == []
 
 
 def test_breadth_no_op_fell_to_a_worse_class(outcomes: list[Outcome]) -> None:
-    """What docs/ops.md lists as batched still is; other versions of PyTorch batch other ops."""
+    """Ops that docs/ops.md lists as batched are batched, with the same version of PyTorch."""
     promised = op_sweep.read_table()
     if not promised and f"PyTorch {op_sweep.VERSION}'s" not in op_sweep.TABLE.read_text():
         pytest.skip(f"docs/ops.md is not about PyTorch {op_sweep.VERSION}")
@@ -45,7 +45,7 @@ def test_breadth_no_op_fell_to_a_worse_class(outcomes: list[Outcome]) -> None:
 
 
 class _Op:
-    """An entry as of the database, of one sample: a vector."""
+    """An entry like those of the database, with one sample, a vector."""
 
     name = "made_up"
     variant_test_name = ""
@@ -77,23 +77,23 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_the_sweep_sees_what_is_wrong(what: str) -> None:
-    """A made-up op that is not the same inside a block is reported."""
+    """A made-up op that gives a different result inside a block is reported."""
     (outcome,) = op_check.check(_Op(WRONG[what]), torch.float32, 1)
     assert outcome.problems
 
 
 def test_the_sweep_passes_what_is_right() -> None:
-    """A made-up op that is eager's passes, in the class of its worst part."""
+    """A made-up op that matches eager mode passes, with the class of its worst part."""
     (outcome,) = op_check.check(_Op(lambda x: x.tanh()[1:].sort().values), torch.float32, 1)
     assert outcome.problems == []
     assert outcome.kind == "functorch"
     (outcome,) = op_check.check(_Op(lambda x: x * x.sum().item()), torch.float32, 1)
     assert outcome.problems == []
-    assert outcome.kind == "at once"
+    assert outcome.kind == "eager"
 
 
 def test_a_crash_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An op that takes its process down is reported, and the next op is checked."""
+    """An op that crashes its process is reported, and the next op is checked."""
     worker = op_sweep.Worker(["--dtypes", "float32", "--samples", "1"])
     monkeypatch.setattr(worker, "command", [sys.executable, "-c", "import os; os.abort()"])
     (outcome,) = worker.check(0)

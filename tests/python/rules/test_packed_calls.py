@@ -42,7 +42,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def compare(run: Callable[[list[Tensor]], Any], lengths: list[list[int]], params: Any) -> ab.Report:
-    """Runs the examples in a block first, and compares results and gradients with eager's."""
+    """Runs the examples in a block first, and compares results and gradients with eager mode."""
     data = [[rand(n, WIDTH) for n in example] for example in lengths]
     weights = list(params)
     with ab.batch(adaptive=False) as scope:

@@ -105,7 +105,7 @@ def test_sizes_do_not_add_batches(name: str) -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_product_of_a_tensor_with_itself(whole: bool) -> None:
-    """Of an instance's own tensor, without gradients; and of rows of a weight with the weight."""
+    """Tests `x @ x.t()` of an instance's tensor, and rows of a weight times the weight."""
     weight = rand(6, W)
     instances = [rand(n, W) if whole else weight[n : n + 1] for n in (3, 2, 5)]
     with torch.no_grad(), ab.batch() as scope:

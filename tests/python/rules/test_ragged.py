@@ -409,7 +409,7 @@ def test_lengths_do_not_add_batches(name: str) -> None:
 
 
 def test_a_bag_of_words_takes_four_batches() -> None:
-    """By hand it is three calls: embedding_bag, linear, cross_entropy."""
+    """Hand-batched code makes three calls: embedding_bag, linear, cross_entropy."""
 
     def loss(embedding: Tensor, weight: Tensor, bias: Tensor, words: Tensor) -> Tensor:
         bag = F.embedding(words, embedding).mean(0)
@@ -435,7 +435,7 @@ def test_dropout_of_any_length_is_one_batch(train: bool) -> None:
 
 
 def test_rows_of_left_out_instances_take_no_part() -> None:
-    """An instance whose loss is left out contributes nothing, even where its values are NaN."""
+    """An instance whose loss is left out contributes nothing, even if its values are NaN."""
     for name, case in CASES.items():
         parameters = [rand(*sizes).requires_grad_() for sizes in case.parameters]
         inputs = [case.make(n) for n in (3, 2, 4)]

@@ -28,7 +28,7 @@ def op_of(layer: nn.RNNBase) -> str:
 
 
 def as_function(layer: nn.RNNBase) -> tuple[Callable[..., Any], list[Tensor]]:
-    """``f(*weights, *inputs)``, and the weights."""
+    """Returns the layer as ``f(*weights, *inputs)``, and the weights."""
     names, weights = zip(*layer.named_parameters(), strict=True)
 
     def call(*values: Any) -> Any:
@@ -41,7 +41,7 @@ def as_function(layer: nn.RNNBase) -> tuple[Callable[..., Any], list[Tensor]]:
 
 
 def check_layer(layer: nn.RNNBase, instances: Sequence[Any]) -> ab.Report:
-    """As eager, in one native batch, and nothing was flushed but the block's end."""
+    """Checks the results against eager mode, for one native batch and one flush."""
     function, weights = as_function(layer)
     report = check(function, *instances, parameters=weights)
     rows = [s for s in report.signatures if s.op == op_of(layer)]
@@ -91,7 +91,7 @@ def test_projection(layers: int, bidirectional: bool, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_batched_with_states(kind: str, batch_first: bool) -> None:
-    """Instances of one sequence or several, states given."""
+    """Instances have one sequence or several, and the states are given."""
     layer = LAYERS[kind](
         IN, HIDDEN, 2, batch_first=batch_first, bidirectional=True, dtype=torch.float64
     )
@@ -120,7 +120,7 @@ def test_strides_are_eagers(batch_first: bool) -> None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_input_computed_and_read_on(kind: str) -> None:
-    """Views and ops around the layer, as a tagger has them; one result of several used."""
+    """Tests views and ops around the layer, as in a tagger. One of several results is used."""
     layer = LAYERS[kind](IN, HIDDEN, bidirectional=True, dtype=DOUBLE)
     table = rand(7, IN)
     function, weights = as_function(layer)
@@ -152,7 +152,7 @@ def test_same_layer_twice_is_two_batches() -> None:
 
 
 def test_states_passed_on_and_shared() -> None:
-    """A learned initial state that all instances share; and one that requires no grad."""
+    """All instances share a learned initial state, or a state that does not require grad."""
     layer = nn.LSTM(IN, HIDDEN, dtype=DOUBLE)
     function, weights = as_function(layer)
 
@@ -190,7 +190,7 @@ def test_parts_that_require_no_grad(frozen: str, of_input: bool) -> None:
 
 
 def test_only_projections_require_grad() -> None:
-    """The cell state after one step depends on no projection: eager's says so."""
+    """The cell state after one step does not depend on a projection, as in eager mode."""
 
     def scenario(block: Block) -> Any:
         layer = nn.LSTM(IN, HIDDEN, proj_size=2, dtype=DOUBLE)
@@ -221,7 +221,7 @@ def test_without_gradients(mode: Any) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_left_out_instances_contribute_nothing(kind: str, bad: float) -> None:
-    """The gradient is that of the instances in the loss, whatever the others hold."""
+    """The gradient depends only on the instances in the loss."""
     projection = {"proj_size": 2} if kind == "lstm" else {}
 
     def scenario(block: Block) -> Any:
@@ -279,7 +279,7 @@ def test_create_graph(kind: str, batch_first: bool) -> None:
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_create_graph_through_dropout(kind: str, batch_first: bool) -> None:
-    """The masks that were drawn are used again: first gradients agree with a plain backward's."""
+    """The drawn masks are reused, so first gradients equal those of an ordinary backward."""
     layer = LAYERS[kind](
         IN, HIDDEN, 3, dropout=0.5, bidirectional=True, batch_first=batch_first, dtype=DOUBLE
     )
@@ -298,7 +298,7 @@ def test_create_graph_through_dropout(kind: str, batch_first: bool) -> None:
 
 
 def dropped_rows(p: float, training: bool) -> tuple[Tensor, Tensor]:
-    """Two relu layers without recurrence, each the identity: what dropout leaves, and the input."""
+    """Returns an input before and after dropout, by two relu layers that are identities."""
     layer = nn.RNN(8, 8, 2, bias=False, nonlinearity="relu", dropout=p, dtype=DOUBLE)
     layer.train(training)
     with torch.no_grad():
@@ -361,7 +361,7 @@ def test_errors_are_eagers() -> None:
 
 
 def test_no_sequences() -> None:
-    """Instances that hold no sequence at all."""
+    """Tests instances without sequences."""
     layer = nn.GRU(IN, HIDDEN, dtype=DOUBLE)
     function, weights = as_function(layer)
     check(function, rand(2, 0, IN), rand(3, 1, IN), rand(2, 0, IN), parameters=weights)
@@ -370,7 +370,7 @@ def test_no_sequences() -> None:
 @pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_autocast_gives_eagers_dtypes(kind: str, onednn: bool) -> None:
-    """And eager's error where oneDNN has no LSTM in bfloat16: on CPUs without AVX-512."""
+    """Without AVX-512, oneDNN has no LSTM in bfloat16, and eager's error is raised."""
     layer = LAYERS[kind](IN, HIDDEN, 2)
     xs = [torch.randn(n, 1, IN) for n in (3, 1, 4)]
 
@@ -416,7 +416,7 @@ def test_weights_computed_in_the_block() -> None:
 
 
 def test_layers_apart() -> None:
-    """Two layers of the same sizes, and one layer read in two ways, share no batch."""
+    """Two layers of the same sizes share no batch, nor do two configurations of one layer."""
     layers = [nn.LSTM(IN, HIDDEN, dtype=DOUBLE) for _ in range(2)]
     flags = [(1, 0.0, True, False, first) for first in (False, True)]
     xs = [rand(2, 2, IN) for _ in range(4)]
@@ -441,7 +441,7 @@ def test_layers_apart() -> None:
 @pytest.mark.parametrize("lengths", [(1, 4), (4, 1), (2, 3)])
 @pytest.mark.parametrize("weight", ["weight_hh_l0", "weight_ih_l1", "weight_hh_l5_reverse"])
 def test_write_after_the_block_is_eagers_error(weight: str, lengths: Sequence[int]) -> None:
-    """A weight that backward reads, of the first steps or the last layers alone as well."""
+    """Tests weights that backward reads, including those of only the first steps or last layers."""
 
     def scenario(block: Block) -> Any:
         layer = nn.GRU(IN, HIDDEN, 6, bidirectional=True, dtype=DOUBLE)

@@ -34,7 +34,7 @@ def check_native(
     op: str | None = None,
     batches: int | None = None,
 ) -> ab.Report:
-    """All rules are native; as many batches as one instance takes, or ``batches`` of ``op``."""
+    """Checks that all rules are native, and that there are as many batches as for one instance."""
     report = check(function, *instances, parameters=parameters)
     assert set(rules_of(report).values()) == {"native"}, report
     assert not report.at_once, report
@@ -46,7 +46,7 @@ def check_native(
 
 
 def random_like(sizes: Any, dtype: torch.dtype) -> Any:
-    """A random tensor of these sizes; a tuple of tensors for a tuple of sizes."""
+    """Returns a random tensor of these sizes, or a tuple of tensors for a tuple of sizes."""
     if sizes and not isinstance(sizes[0], int):
         return tuple(random_like(s, dtype) for s in sizes)
     return rand(*sizes, dtype=dtype)
@@ -345,7 +345,7 @@ def test_native_dropout_of_different_lengths_is_one_batch(dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
 def test_extremes_of_a_row(dtype: torch.dtype) -> None:
-    """The first of equal ones, the first NaN, signed zeros: as eager has them."""
+    """Tests equal elements, NaN and signed zeros."""
     rows = [torch.arange(n).mul(7).remainder(n // 2 + 1).to(dtype) for n in (1, 15, 16, 17, 50)]
     if dtype.is_floating_point:
         special = [torch.tensor([1.0, 0.0, -0.0] * 9), torch.full((33,), -torch.inf)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def test_statistics_that_pending_ops_read_are_written_after_them() -> None:
-    """Batch norm's schema doesn't say that it writes to its running statistics."""
+    """Batch norm's schema does not declare that it writes to its running statistics."""
     bn = nn.BatchNorm1d(3)
     weight = torch.ones(3, requires_grad=True)
     with ab.batch():
@@ -26,7 +26,7 @@ def test_statistics_that_pending_ops_read_are_written_after_them() -> None:
 
 
 def test_a_copy_on_another_device_is_there() -> None:
-    """`to` names a device that the operands are not on."""
+    """The argument of `to` is a different device than the operands' device."""
     weight = torch.ones(3, requires_grad=True)
     with ab.batch():
         x = weight * 2
@@ -38,7 +38,7 @@ def test_a_copy_on_another_device_is_there() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16, torch.int64, torch.bool])  # fmt: skip # noqa: E501
 def test_casts_of_any_length_are_one_batch(dtype: torch.dtype) -> None:
-    """`x.to(dtype)` of instances of different lengths, and its gradient."""
+    """Tests `x.to(dtype)` of instances of different lengths, and its gradient."""
     weight = torch.ones(3, dtype=DOUBLE, requires_grad=True)
     with ab.batch() as scope:
         results = [(weight * torch.rand(n, 3, dtype=DOUBLE)).to(dtype) for n in (1, 4, 2)]
@@ -91,7 +91,7 @@ def test_computed_weights_are_one_batch() -> None:
     ],
 )
 def test_views_that_no_schema_tells_share_memory(view: Callable[[Tensor], Tensor]) -> None:
-    """Writing to the result is writing to the operand, as in eager."""
+    """A write to the result also writes to the operand, as in eager mode."""
     with ab.batch():
         x = torch.ones(3, requires_grad=True).detach() * torch.ones((), requires_grad=True)
         x = x.detach()

@@ -19,7 +19,7 @@ def leaf(*sizes: int, dtype: torch.dtype = DOUBLE) -> Tensor:
 
 
 def both(program: Callable[[], Any], autocast: bool = False) -> tuple[Any, Any]:
-    """What the program returns in a block, and in eager."""
+    """Returns the results of the program in a block and in eager mode."""
 
     def run(enabled: bool) -> Any:
         cast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
@@ -52,7 +52,7 @@ ARGUMENT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_an_op_that_returns_its_argument_returns_it(
     name: str, pending: bool, autocast: bool
 ) -> None:
-    """The same object where eager gives the same, and the same memory: writes go through."""
+    """If eager returns the argument itself, so does the block, and writes reach the argument."""
 
     def program() -> Any:
         x = leaf(2)
@@ -69,7 +69,7 @@ def test_an_op_that_returns_its_argument_returns_it(
 
 
 def test_a_write_through_type_as() -> None:
-    """To a tensor from before the block, by the type of a parameter."""
+    """Converts a tensor from before the block to the type of a parameter, and writes to it."""
     x = torch.ones(2, dtype=DOUBLE)
     with ab.batch():
         x.type_as(leaf(2)).mul_(5)
@@ -80,7 +80,7 @@ def test_a_write_through_type_as() -> None:
 
 
 def test_a_mask_is_left_to_eager_under_autocast() -> None:
-    """The number of chosen elements is data."""
+    """The number of selected elements depends on values."""
 
     def program() -> Tensor:
         x = leaf(2, 4, dtype=torch.float32) * 2
@@ -91,7 +91,7 @@ def test_a_mask_is_left_to_eager_under_autocast() -> None:
 
 
 def test_one_hot_is_left_to_eager_under_autocast() -> None:
-    """The number of classes is data."""
+    """The number of classes depends on values."""
 
     def program() -> Tensor:
         w = leaf(2)
@@ -103,7 +103,7 @@ def test_one_hot_is_left_to_eager_under_autocast() -> None:
 
 
 def test_ops_have_native_rules_under_autocast() -> None:
-    """They are the same with it and without; a product is one of what was cast."""
+    """The rules are the same with and without autocast. A product reads the cast operands."""
     w = leaf(3, dtype=torch.float32)
     with ab.batch() as scope, torch.autocast("cpu", dtype=torch.bfloat16):
         results = [(w * float(i)).tanh().sum() for i in range(4)]
@@ -117,7 +117,7 @@ def test_ops_have_native_rules_under_autocast() -> None:
 
 
 def test_a_trial_draws_nothing() -> None:
-    """The same numbers whether or not the op was seen before."""
+    """The numbers are the same, whether or not the op ran before."""
 
     def program() -> Tensor:
         torch.manual_seed(0)
@@ -148,7 +148,7 @@ STRIDES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("name", STRIDES)
 def test_strides_of_what_is_not_row_major(name: str, outside: bool, autocast: bool) -> None:
-    """Transposed operands, beside scalars, rows and contiguous ones."""
+    """Tests transposed operands together with scalars, rows and contiguous operands."""
 
     def program() -> Tensor:
         w = leaf(2, 3)
@@ -188,20 +188,20 @@ ERRORS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_wrong_arguments_are_refused_at_the_users_line(name: str) -> None:
-    """Eager's error, before the block ends."""
+    """Eager's error is raised before the block ends."""
     raises_as_eager(ERRORS[name])
     with ab.batch(), pytest.raises((RuntimeError, IndexError, ValueError)):
         ERRORS[name]()
 
 
 def test_an_error_in_a_part_names_the_whole() -> None:
-    """The op that the user called, and its shapes."""
+    """The error names the op that the user called, and its shapes."""
     message = raises_as_eager(lambda: torch.einsum("ij,jk", leaf(2, 2), leaf(3, 2)))
     assert "aten::einsum(Double[2, 2], Double[3, 2])" in message
 
 
 def test_an_error_of_zeros_alone_is_none() -> None:
-    """Integers divided by pending ones are captured, though zero would be refused."""
+    """Integer division by a pending tensor is captured, although the trial on zeros fails."""
     w = leaf(2)
     with ab.batch() as scope:
         results = [torch.tensor([7, 9]) // ((w * i).long() + 1) for i in range(1, 4)]
@@ -218,7 +218,7 @@ HALF_COMPLEX = [getattr(torch, n) for n in ("complex32", "bcomplex32") if hasatt
 
 @pytest.mark.parametrize("dtype", HALF_COMPLEX, ids=str)
 def test_quantised_and_half_complex_results_are_not_deferred(dtype: torch.dtype) -> None:
-    """No slab holds them."""
+    """A slab cannot hold tensors of these dtypes."""
     w = leaf(2, dtype=f32)
     with ab.batch():
         quantised = torch.quantize_per_tensor(w * 3, 0.1, 0, torch.qint8)
@@ -242,7 +242,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_norm_that_writes_nothing_is_batched(name: str) -> None:
-    """In evaluation, or without running statistics."""
+    """The norm runs in evaluation mode, or without running statistics."""
     norm = NORMS[name]().double()
     weight = rand(3, 1).requires_grad_()
     report = check(
@@ -253,7 +253,7 @@ def test_a_norm_that_writes_nothing_is_batched(name: str) -> None:
 
 
 def test_a_norm_in_training_updates_its_statistics() -> None:
-    """In the order of the instances."""
+    """The updates are in the order of the instances."""
     ours, theirs = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     xs = [torch.randn(4, 3) for _ in range(3)]
     w = leaf(3, dtype=f32)
@@ -275,7 +275,7 @@ KEEPS_NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", KEEPS_NOTHING)
 def test_a_second_backward_where_eager_keeps_nothing(name: str) -> None:
-    """Twice the gradient, and no error."""
+    """The second backward adds the gradient again, without an error."""
     w = leaf(3)
     with ab.batch():
         losses = [KEEPS_NOTHING[name](w + i).sum() for i in range(2)]
@@ -303,7 +303,7 @@ def test_a_second_backward_where_eager_keeps_values(name: str) -> None:
 def test_an_operand_that_backward_does_not_read_may_be_written_to(
     op: Callable[[Tensor], Tensor],
 ) -> None:
-    """The gradient comes from the result."""
+    """The gradient is computed from the result."""
 
     def gradient(enabled: bool) -> Tensor:
         w = torch.full((3,), 2.0, dtype=DOUBLE, requires_grad=True)

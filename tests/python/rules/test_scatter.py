@@ -20,7 +20,7 @@ Make = Callable[[int], tuple[Tensor, ...]]
 
 
 def places(n: int, count: int) -> Tensor:
-    """Some of n rows: several times, and not all of them."""
+    """Returns indices of some of n rows, with repetitions."""
     return (torch.arange(count) * 3 + n) % n
 
 
@@ -29,7 +29,7 @@ def distinct(n: int) -> Tensor:
 
 
 def nodes_and_edges(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes' features, for each edge a node, and what comes along it."""
+    """Returns features of nodes and, for each edge, a node and a message."""
     return rand(n, WIDTH), places(n, 2 * n), rand(2 * n, WIDTH)
 
 
@@ -39,13 +39,13 @@ def nodes_and_distinct(n: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def nodes_and_elements(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """An index for each element."""
+    """Returns tensors with an index for each element."""
     index = torch.stack([places(n, 2 * n), places(n, 2 * n).flip(0)], 1)
     return rand(n, WIDTH), index, rand(2 * n, 2)
 
 
 def matrix(n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An n x n matrix, pairs of its rows and columns, and an element for each."""
+    """Returns an n x n matrix, pairs of rows and columns, and a value for each pair."""
     return rand(n, n), places(n, 2 * n), places(n, 2 * n).flip(0), rand(2 * n)
 
 
@@ -254,7 +254,7 @@ def test_one_instance(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["index_add", "scatter_add", "index_put_accumulate", "gather"])
 def test_no_indices(name: str) -> None:
-    """An instance without edges joins the others, and keeps what it has."""
+    """An instance without edges joins the batch and keeps its values."""
 
     def make(n: int) -> tuple[Tensor, ...]:
         x, i, m = nodes_and_edges(n)
@@ -282,7 +282,7 @@ ERRORS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_an_index_out_of_range_is_eagers_error(name: str) -> None:
-    """It names the line, and the other instances have their results."""
+    """The error names the line, and the other instances have their results."""
     torch.manual_seed(1)
     examples = [nodes_and_edges(n) for n in SIZES]
     examples[2][1][1] = 8
@@ -301,7 +301,7 @@ def test_an_index_out_of_range_is_eagers_error(name: str) -> None:
 
 
 def test_left_out_instances_contribute_nothing() -> None:
-    """Not zero times their values: those are NaN."""
+    """Their values are NaN, so multiplying them by zero would be wrong."""
     x, i, m = nodes_and_edges(4)
     weight = torch.ones((), dtype=DOUBLE, requires_grad=True)
     with ab.batch() as scope:
@@ -324,7 +324,7 @@ def test_left_out_instances_contribute_nothing() -> None:
 
 
 def test_an_expanded_index_from_outside_is_not_copied() -> None:
-    """A write to it, before the block's end, comes after the op that read it."""
+    """A write to the index before the block's end happens after the op that read it."""
     x, i, m = nodes_and_edges(4)
     weight = torch.ones((), dtype=DOUBLE, requires_grad=True)
     expected = x.scatter_add(0, column(i, m), m)
@@ -403,7 +403,7 @@ def test_values_layouts_and_gradients_of_unlike_instances(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["scatter_add", "scatter", "gather", "amax"])
 def test_an_expanded_index_that_a_read_made_real(name: str) -> None:
-    """Some instances' indices are copies by then, and the others' still expanded."""
+    """After the read, the indices of some instances are copies, and others are still expanded."""
     ops: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "scatter_add": lambda x, i, m: x.scatter_add(0, i, m),
         "scatter": lambda x, i, m: x.scatter(0, i, 1.5),

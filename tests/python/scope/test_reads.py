@@ -67,7 +67,7 @@ def test_only_what_is_read_becomes_real_without_gradients(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference"])
 def test_memory_goes_with_the_last_reader(mode: str) -> None:
-    """A loop that reads at each step takes as much memory as a step, however long it is."""
+    """A loop that reads at each step needs the memory of one step, for any number of steps."""
     w = torch.randn(64, 64)
 
     def decode(steps: int) -> None:
@@ -97,7 +97,7 @@ def test_what_waits_keeps_the_memory_it_reads() -> None:
 
 
 def program(seed: int, steps: int, w: nn.Parameter, batched: bool) -> tuple[list[Any], int]:
-    """Random ops on a few values, some of which are read, in each of the ways that there are."""
+    """Applies random ops to a few values, and reads some of them in all possible ways."""
     choose = random.Random(seed)
     read: list[Any] = []
     held: list[Tensor] = []
@@ -149,7 +149,7 @@ def test_any_mixture_of_reads(seed: int) -> None:
 
 
 def test_numbers_are_given_anew_in_long_blocks() -> None:
-    """Nodes that were run make room, while others wait, and the weights stay what they are."""
+    """Nodes that ran are dropped while others wait, and weights keep their identities."""
 
     def run(batched: bool) -> tuple[list[float], Tensor, int]:
         with ab.batch(enabled=batched) as scope:
@@ -179,7 +179,7 @@ def test_numbers_are_given_anew_in_long_blocks() -> None:
 
 @pytest.mark.parametrize("limit", [60, 200])
 def test_max_pending_keeps_batches(limit: int) -> None:
-    """What is ready runs in the largest batches, the rest waits for more to run with."""
+    """Ready nodes run in the largest batches, and the rest waits for further nodes."""
     w = leaf(4, 4)
     xs = [torch.randn(1, 4, dtype=torch.double) for _ in range(40)]
 

@@ -61,7 +61,7 @@ def run_map_in_block(model: nn.Module, xs: list[Tensor]) -> Tensor:
 
 
 def ran_eagerly() -> bool:
-    """The block or map that ended last."""
+    """Returns whether the block or map that ended last ran eagerly."""
     report = ab.last_report()
     measured = any(pause.measured for pause in report.pauses)
     assert measured == (report.nodes == 0)
@@ -80,7 +80,7 @@ def settle(run: Callable[[], object]) -> None:
 
 
 def step(run: Run, model: Model, xs: list[Tensor]) -> tuple[Tensor, ...]:
-    """Losses, the gradient of the weight if there are any, and the buffers after it."""
+    """Returns the losses, the gradient of the weight (if any), and the buffers after the step."""
     losses = run(model, xs)
     assert not ab.is_pending(losses)
     grads = torch.autograd.grad(losses.sum(), model.layer.weight) if losses.requires_grad else ()
@@ -192,7 +192,7 @@ def test_data_does_not_tell_models_apart() -> None:
 
 
 def test_a_map_without_code_of_the_program_around_it(xs: list[Tensor]) -> None:
-    """As in ``python -m`` of an installed package: there is no line to remember times by."""
+    """With ``python -m`` of an installed package, there is no line whose times can be stored."""
     model, found = Model(), []
     thread = threading.Thread(target=ab.map, args=(lambda x: found.append(model(x)), xs))
     thread.start()

@@ -13,7 +13,7 @@ Tree = Any  # an int, or a tuple of two trees
 
 
 class TreeNet(nn.Module):
-    """No value is read: the whole tree is captured at once."""
+    """No value is read, so the whole tree is captured without a wait."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class TreeNet(nn.Module):
 
 
 class Walker(nn.Module):
-    """Reads a value at each step, which decides what comes next."""
+    """Reads a value at each step, which determines the next step."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ LAYER = nn.Linear(3, 3).eval()
 
 
 def forever(x: Tensor) -> Tensor:
-    """Reads a value at each step, and never comes to an end."""
+    """Reads a value at each step, and never ends."""
     while True:
         x = LAYER(x).tanh()
         if x.sum() > 1e9:

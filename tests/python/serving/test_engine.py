@@ -1,4 +1,4 @@
-"""Requests get eager's results, share batches, and leave the program as it was."""
+"""Requests get eager's results, share batches, and do not change the state of the program."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_code_that_reads_values_shares_batches() -> None:
 
 
 def test_a_request_joins_what_is_under_way() -> None:
-    """The long request is half way when the short one comes, and is not done when that leaves."""
+    """The short request arrives in the middle of the long one, and finishes earlier."""
     model = Walker().eval()
     half_way, go_on = threading.Event(), threading.Event()
     order: list[str] = []
@@ -78,7 +78,7 @@ def test_a_request_joins_what_is_under_way() -> None:
 
 
 def test_straight_line_requests_join_too() -> None:
-    """A tree that reads nothing comes while a deep one is pending, and is done first."""
+    """A tree without reads arrives while a deep tree is pending, and finishes first."""
     model = TreeNet().eval()
     chain: Any = 1
     for _ in range(150):

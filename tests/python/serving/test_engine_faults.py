@@ -52,7 +52,7 @@ def test_wrong_shape_fails_at_the_users_line() -> None:
 
 
 def test_error_of_an_op_that_runs_later() -> None:
-    """An index out of range shows when the batch runs, which others are in."""
+    """An index out of range raises its error when the batch runs, which other requests share."""
     model, rng = TreeNet().eval(), random.Random(4)
     trees = [tree(rng, rng.randint(2, 12)) for _ in range(40)]
     trees[13] = ((1, 999), 2)
@@ -99,7 +99,7 @@ def test_timeout_of_one_that_waits() -> None:
     with ab.Engine(forever, max_live=1) as engine:
         running = engine.submit(torch.ones(3))
         waiting = engine.submit(torch.ones(3), timeout=0.05)
-        with pytest.raises(TimeoutError, match="waiting to be started"):
+        with pytest.raises(TimeoutError, match="waiting to start"):
             waiting.result(10)
         assert running.cancel()
 
@@ -268,7 +268,7 @@ def test_watchdog_names_what_blocks(caplog: pytest.LogCaptureFixture) -> None:
         future.result(10)
         assert engine.stats()["stalls"] >= 1
     text = caplog.text
-    assert "blocks all others" in text
+    assert "has blocked all others" in text
     assert "release.wait(30)" in text
 
 

@@ -17,7 +17,7 @@ def scaled(model: nn.Module, factor: float) -> dict[str, Any]:
 
 
 class Chain(nn.Module):
-    """Reads a value at each step; tells when it is half way, and waits there for its turn."""
+    """Reads a value at each step. Signals in the middle, and waits there for permission."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Many requests of all kinds at once. Some fail, are cancelled, or time out."""
+"""Many requests of all kinds at the same time. Some fail, are cancelled, or time out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serving import LAYER, TreeNet, Walker, assert_same, expected, forever, tree
 
 
 class Model:
-    """A tree without reads, a loop of reads, or a request that goes wrong."""
+    """A tree without reads, a loop of reads, or a request that fails."""
 
     def __init__(self) -> None:
         self.trees, self.walker = TreeNet().eval(), Walker().eval()
@@ -39,7 +39,7 @@ ERRORS = {"raises": KeyError, "wrong shape": RuntimeError, "out of range": Index
 
 
 def requests(count: int, seed: int) -> list[tuple[Any, ...]]:
-    """Of each hundred one has a mistake, one is late, and one is cancelled."""
+    """Of each hundred requests, one fails, one times out, and one is cancelled."""
     rng = random.Random(seed)
     made: list[tuple[Any, ...]] = []
     for i in range(count):
@@ -58,7 +58,7 @@ def requests(count: int, seed: int) -> list[tuple[Any, ...]]:
 
 
 class Clients:
-    """Submit from threads and from an event loop; check what each gets."""
+    """Submits requests from threads and from an event loop, and checks each outcome."""
 
     def __init__(self, engine: ab.Engine[Any], model: Model) -> None:
         self.engine = engine

@@ -49,7 +49,7 @@ ElementwisePlan plan_elementwise(const ElementwiseProgram& program) {
   // The size is rounded up, so that the memory of each block is aligned to 16 bytes.
   const int64_t bytes = (program.temporary * rows * element + 15) / 16 * 16;
   TORCH_CHECK(bytes <= INT32_MAX, "torch_autobatch: an elementwise program needs ", bytes,
-              " bytes of temporary memory per thread block");
+              " bytes of temporary memory per thread block, which is too much");
   out.task.scratch_bytes = static_cast<int32_t>(bytes);
   const auto num_steps = static_cast<int64_t>(program.steps.size());
   if (bytes > kMostSharedBytes || num_steps > kMostKernelSteps) {
