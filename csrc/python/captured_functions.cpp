@@ -1,6 +1,7 @@
 #include "python/captured_functions.h"
 
 #include "autobatch/capture/capture.h"
+#include "autobatch/capture/tensor_hooks.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/rules/captured_function.h"
@@ -8,9 +9,9 @@
 #include "autobatch/scope/scope.h"
 #include "python/fastpath/patches.h"
 
+#include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/extension.h>
@@ -24,7 +25,7 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// A call, as Python describes it (_function_capture.Call).
+// A call, as Python describes it (_function_capture.Call or Hooks).
 class PythonCall final : public FunctionCall {
  public:
   explicit PythonCall(const py::object& object) : object_(py::object(object).release().ptr()) {}
@@ -89,6 +90,34 @@ class MemberViews {
   size_t member_ = 0;
 };
 
+py::tuple wrap_all(const std::vector<at::Tensor>& tensors) {
+  py::tuple wrapped(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) wrapped[i] = wrap(tensors[i]);
+  return wrapped;
+}
+
+// The tensors that forward saved require grad as in eager.
+void require_grad(const std::vector<at::Tensor>& saved) {
+  for (const at::Tensor& tensor : saved) {
+    if (tensor.defined() && !tensor.requires_grad() &&
+        torch::autograd::isDifferentiableType(tensor.scalar_type())) {
+      torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
+    }
+  }
+}
+
+std::vector<at::Tensor> gradients_of(const FunctionCall& call, const FunctionTensors& of) {
+  const py::gil_scoped_acquire gil;
+  require_grad(of.results);
+  return tensors_of(object_of(call).attr("gradients")(wrap_all(of.inputs), wrap_all(of.results),
+                                                      wrap_all(of.gradients)));
+}
+
+void attach(const FunctionCall& call, const at::Tensor& tensor) {
+  const py::gil_scoped_acquire gil;
+  object_of(call).attr("attach")(wrap(tensor));
+}
+
 InputGradient joined(const std::vector<at::Tensor>& by_member) {
   InputGradient made;
   std::vector<at::Tensor> given;
@@ -125,9 +154,9 @@ std::vector<InputGradient> run_backward(const FunctionBackward& batch) {
                                              std::vector<at::Tensor>(batch.calls.size()));
   MemberViews inputs(batch.inputs), results(batch.results), gradients(batch.gradients);
   for (size_t m = 0; m < batch.calls.size(); ++m) {
-    const py::object of_member = object_of(*batch.calls[m])
-                                     .attr("gradients")(inputs.next(), results.next(),
-                                                        gradients.next());
+    const py::object of_member =
+        object_of(*batch.calls[m])
+            .attr("gradients")(inputs.next(), results.next(), gradients.next());
     const std::vector<at::Tensor> by_input = tensors_of(of_member);
     for (size_t i = 0; i < found.size(); ++i) {
       if (batch.wanted[i] != 0) found[i][m] = by_input[i];
@@ -147,7 +176,7 @@ std::vector<at::Tensor> reapply(const std::shared_ptr<FunctionCall>& call, at::T
   return tensors_of(object_of(*call).attr("reapply")(results.vec(), inputs.vec()));
 }
 
-std::vector<at::Tensor> capture_function(const py::object& object, FunctionTraits traits,
+std::vector<at::Tensor> capture_function(const py::object& object, const FunctionTraits& traits,
                                          const std::vector<at::Tensor>& results,
                                          const std::vector<at::Tensor>& inputs) {
   Scope* scope = capturing_scope();
@@ -176,6 +205,23 @@ std::vector<at::Tensor> capture_function(const py::object& object, FunctionTrait
 
 }  // namespace
 
+bool capture_hooks(PyObject* self) {
+  PyObject* hooks = reinterpret_cast<THPVariable*>(self)->backward_hooks;
+  if (hooks == nullptr || PyDict_Check(hooks) == 0 || PyDict_GET_SIZE(hooks) != 0) return false;
+  const at::Tensor tensor = THPVariable_Unpack(self);
+  if (!at::GradMode::is_enabled() || !is_unused(tensor)) return false;
+  const auto module = py::module_::import("torch_autobatch._function_capture");
+  const py::object call = module.attr("Hooks")(py::handle(hooks));
+  at::Tensor detached;
+  {
+    const at::AutoGradMode no_grad(false);
+    detached = tensor.detach();
+  }
+  const std::vector<at::Tensor> captured =
+      capture_function(call, {"register_hook", false, false, true, {0}, {0}}, {detached}, {tensor});
+  return replace_value(tensor, captured[0]);
+}
+
 void bind_captured_functions(PyObject* module) {
   auto m = py::reinterpret_borrow<py::module_>(module);
   m.def("share_memory", &share_memory);
@@ -186,11 +232,11 @@ void bind_captured_functions(PyObject* module) {
            std::vector<uint8_t> saved_results, std::vector<uint8_t> saved_inputs,
            const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& inputs) {
           return capture_function(call,
-                                  {std::move(name), shares_memory, saves, std::move(saved_results),
-                                   std::move(saved_inputs)},
+                                  {std::move(name), shares_memory, saves, /*is_hook=*/false,
+                                   std::move(saved_results), std::move(saved_inputs)},
                                   results, inputs);
         });
-  set_function_host({run_backward, reapply});
+  set_function_host({run_backward, gradients_of, reapply, attach});
 }
 
 }  // namespace autobatch

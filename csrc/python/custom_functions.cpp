@@ -37,7 +37,7 @@ py::object helper(const char* name) {
 
 // --- the op ---
 
-// The Python result of a call that runs at once and does not become a node. The op can return only
+// The Python result of a call that runs eagerly and does not become a node. The op can return only
 // tensors, but the class may return other objects too. In a map, calls of many instances may be
 // active at the same time, and may end in any order. Entries contain no pointers to the stack,
 // because the stack of a suspended instance may have been moved.
@@ -207,10 +207,10 @@ Given given_of(const Applied& call) {
   return given;
 }
 
-// Runs the call at once, and adds the reason to the report.
+// Runs the call eagerly, and adds the reason to the report.
 PyObject* apply_at_once(Scope& scope, const Applied& call, const Given& given,
                         const std::string& why) {
-  CellTrace::break_off("a custom autograd.Function runs at once", info_of(call.function).name);
+  CellTrace::break_off("a custom autograd.Function runs eagerly", info_of(call.function).name);
   if (!given.pending.empty()) {
     static auto* reasons = new std::set<std::string>();
     const OpInfo& info = info_of(call.function);
@@ -268,12 +268,7 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
   return out.release().ptr();
 }
 
-// Whether forward may be captured op by op.
-bool is_capturable(const Applied& call) {
-  const auto module = py::module_::import("torch_autobatch._function_capture");
-  return module.attr("is_capturable")(py::handle(call.function)).cast<bool>();
-}
-
+// Captures forward op by op.
 PyObject* capture_forward(const Applied& call) {
   CellTrace::break_off("a custom autograd.Function is called", info_of(call.function).name);
   const auto module = py::module_::import("torch_autobatch._function_capture");
@@ -303,9 +298,11 @@ PyObject* apply(const Applied& given_call) {
   const bool named = call.named != nullptr && PyDict_GET_SIZE(call.named) != 0;
   const py::object known =
       helper("call_of")(py::handle(call.function), py::handle(call.arguments), named);
-  if (!py::isinstance<py::str>(known)) return apply_captured(*scope, call, known);
-  if (!named && !given.pending.empty() && is_capturable(call)) return capture_forward(call);
-  return apply_at_once(*scope, call, given, known.cast<std::string>());
+  if (known.is_none() && !given.pending.empty()) return capture_forward(call);
+  if (known.is_none() || py::isinstance<py::str>(known)) {
+    return apply_at_once(*scope, call, given, known.is_none() ? "" : known.cast<std::string>());
+  }
+  return apply_captured(*scope, call, known);
   END_HANDLE_TH_ERRORS
 }
 

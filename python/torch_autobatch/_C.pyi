@@ -94,6 +94,18 @@ def derive(
     allow_unused: bool,
     /,
 ) -> Any: ...
+def share_memory(a: torch.Tensor, b: torch.Tensor, /) -> bool: ...
+def capture_function(
+    call: object,
+    name: str,
+    shares_memory: bool,
+    saves: bool,
+    saved_results: Sequence[int],
+    saved_inputs: Sequence[int],
+    results: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    /,
+) -> list[torch.Tensor]: ...
 
 class ReportFacts:
     def facts(self) -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""Custom autograd.Functions: checks which calls can be batched, and runs them."""
+"""Custom autograd.Functions: checks which calls functorch can batch, and runs them."""
 
 import enum
 import weakref
@@ -11,12 +11,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch.autograd import Function
 
+from torch_autobatch._function_capture import why_not_captured
 from torch_autobatch._random_state import differ, random_states, restore
-
-NO_RULE = (
-    "custom autograd.Function without a vmap rule (with generate_vmap_rule = True or a vmap "
-    "staticmethod, and setup_context, its calls are batched)"
-)
 
 _CONSTANTS = (
     type(None),
@@ -103,20 +99,16 @@ def leave_trace(arguments: Any) -> Any:
     return tuple(plain_item(argument) for argument in arguments)
 
 
-def _reason(function: Any) -> str:
-    if not issubclass(function, Function):
-        return "custom autograd function of a class that does not derive from autograd.Function"
-    has_rule = function.vmap is not Function.vmap
-    if function.generate_vmap_rule and has_rule:
-        return "custom autograd.Function with generate_vmap_rule = True and a vmap staticmethod"
-    if not (function.generate_vmap_rule or has_rule):
-        return NO_RULE
-    if function.setup_context is Function.setup_context:
-        return NO_RULE
-    return ""
+def _has_rule(function: type[Function]) -> bool:
+    """Whether functorch can batch the class."""
+    has_own = function.vmap is not Function.vmap
+    return (
+        function.generate_vmap_rule != has_own
+        and function.setup_context is not Function.setup_context
+    )
 
 
-def _key(argument: Any, where: str) -> Hashable:
+def _key(argument: Any) -> Hashable:
     """Returns a key that is equal only for equal arguments. All tensors have one key.
 
     Raises:
@@ -130,11 +122,8 @@ def _key(argument: Any, where: str) -> Hashable:
     if kind in (float, complex):
         return kind, repr(argument)
     if kind in (tuple, torch.Size) and not any(isinstance(a, torch.Tensor) for a in argument):
-        return kind, tuple(_key(a, where) for a in argument)
-    raise _DeclinedError(
-        f"custom autograd.Function called with a {kind.__name__}, which may change before the call "
-        f"runs ({where}; allowed: tensors, numbers, strings and tuples of these)"
-    )
+        return kind, tuple(_key(a) for a in argument)
+    raise _DeclinedError("an argument may change before the call runs")
 
 
 class _Variables:
@@ -151,9 +140,7 @@ class _Variables:
                 try:
                     contents = cell.cell_contents
                 except ValueError:
-                    raise _DeclinedError(
-                        "custom autograd.Function that closes over a variable without a value"
-                    ) from None
+                    raise _DeclinedError("a variable has no value") from None
                 keys.append(_key_of_variable(contents))
                 self._cells.append((cell, contents))
                 if isinstance(contents, FunctionType):
@@ -184,34 +171,35 @@ class _Variables:
 
 def _key_of_variable(contents: Any) -> Hashable:
     if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
-        raise _DeclinedError("custom autograd.Function that closes over a tensor or a module")
+        raise _DeclinedError("a variable is a tensor or a module")
     if isinstance(contents, FunctionType | BuiltinFunctionType | ModuleType | type):
         return weakref.ref(contents)  # weak, since a class may close over itself (`super()`)
-    try:
-        return _key(contents, "")
-    except _DeclinedError:
-        raise _DeclinedError(
-            f"custom autograd.Function that closes over a {type(contents).__name__}, which may "
-            "change before the call runs (allowed: numbers, strings, tuples of these and functions)"
-        ) from None
+    return _key(contents)
 
 
-def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -> Call | str:
-    """Returns the call, or the reason why it can't be batched.
+def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -> Call | str | None:
+    """Returns the call if functorch can batch it.
+
+    Returns None if forward can be captured op by op (`_function_capture.py`). Otherwise returns the
+    reason why the call must run eagerly.
 
     ``named``: the call has keyword arguments too.
     """
+    if not issubclass(function, Function):
+        return "custom autograd function of a class that does not derive from autograd.Function"
+    if named:
+        return "custom autograd.Function called with keyword arguments"
+    why = why_not_captured(function)
+    return why or (_batched_call(function, arguments) if _has_rule(function) else None)
+
+
+def _batched_call(function: type[Function], arguments: tuple[Any, ...]) -> Call | None:
     global _next_number
-    reason = _reason(function)
-    if not reason and named:
-        reason = "custom autograd.Function called with keyword arguments"
-    if reason:
-        return reason
     try:
         variables = _Variables(function)
-        key = variables.key, tuple(_key(a, f"argument {i + 1}") for i, a in enumerate(arguments))
-    except _DeclinedError as declined:
-        return str(declined)
+        key = variables.key, tuple(_key(a) for a in arguments)
+    except _DeclinedError:
+        return None
     ways = _ways.setdefault(function, {})
     way = ways.get(key)
     if way is None:
@@ -220,7 +208,7 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
         _next_number += 1
         way = ways[key] = _Way(_next_number)
     if way.reason:
-        return way.reason
+        return None
     call = _calls.get(way.number)
     if call is None:
         call = _calls[way.number] = Call(function, arguments, variables, way)

@@ -139,7 +139,7 @@ class Call:
                 )
         return checked
 
-    def _fitted(self, gradient: Any, number: int, place: int, name: str) -> Tensor | None:
+    def _fitted(self, gradient: Any, number: int, place: int, name: str) -> Any:
         """Returns the gradient with the shape and dtype of its argument."""
         if gradient is None or not self.context.needs_input_grad[place]:
             return None
@@ -167,14 +167,69 @@ class Call:
         return list(_Reapplied.apply(self, len(results), *results, *inputs))  # type: ignore[no-untyped-call]
 
 
+class Hooks:
+    """The hooks of a pending tensor, which `register_hook` adds to ``hooks`` at any time.
+
+    They are the backward of a call whose forward returns its argument.
+    """
+
+    def __init__(self, hooks: dict[int, Any]) -> None:
+        self.hooks = hooks
+        self._attached = False
+
+    def gradients(
+        self, inputs: tuple[Any, ...], results: tuple[Any, ...], gradients: tuple[Tensor, ...]
+    ) -> list[Tensor]:
+        """Runs the hooks, unless autograd runs them. Returns the gradient of the argument."""
+        (gradient,) = gradients
+        return [gradient if self._attached else self._run(gradient)]
+
+    def _run(self, gradient: Tensor) -> Tensor:
+        for hook in list(self.hooks.values()):
+            found = hook(gradient)
+            if found is None:
+                continue
+            if not isinstance(found, Tensor):
+                raise TypeError(f"expected Variable, but hook returned '{type(found).__name__}'")
+            if found.shape != gradient.shape:
+                raise RuntimeError(f"hook '{_name_of(hook)}' has changed the size of value")
+            if found.dtype != gradient.dtype:
+                raise RuntimeError(f"hook '{_name_of(hook)}' has changed the type of value")
+            gradient = found
+        return gradient
+
+    def attach(self, tensor: Tensor) -> None:
+        """Registers the hooks with the autograd node of the tensor, which is real now."""
+        self._attached = True
+        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+
+    def reapply(self, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        """Returns the argument, with the hooks, for autograd itself."""
+        (argument,) = inputs
+        if argument.requires_grad:
+            has_run = self._attached  # for the gradient that arrives first
+
+            def run(gradient: Tensor) -> Tensor | None:
+                nonlocal has_run
+                if has_run:
+                    has_run = False
+                    return None
+                return self._run(gradient)
+
+            argument.register_hook(run)
+        return [argument]
+
+
+def _name_of(hook: Any) -> str:
+    return getattr(hook, "__name__", type(hook).__name__)
+
+
 class _Reapplied(Function):
     """A call whose forward has run: returns its results, and has its backward."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        made = tuple(
-            t.view_as(t) if call.shares_memory else t.clone() for t in tensors[:count]
-        )
+        made = tuple(t.view_as(t) if call.shares_memory else t.clone() for t in tensors[:count])
         ctx.call, ctx.count = call, count
         ctx.save_for_backward(*made, *tensors[count:])
         ctx.set_materialize_grads(False)
@@ -187,18 +242,17 @@ class _Reapplied(Function):
         return (None, None, *[None] * ctx.count, *found)
 
 
-def is_capturable(function: type[Function]) -> bool:
-    """Whether calls of the class can be captured: forward must not write to its arguments."""
-    if not issubclass(function, Function):
-        return False
+def why_not_captured(function: type[Function]) -> str:
+    """Returns why forward of the class can't be captured; "" if it can."""
     if function.vjp is not Function.vjp and function.backward is not Function.backward:
-        return False
-    return not any("mark_dirty" in names for names in _names(function))
-
-
-def _names(function: type[Function]) -> list[tuple[str, ...]]:
+        return "custom autograd.Function with a vjp and a backward staticmethod"
+    module = function.__module__
+    if module.partition(".")[0] == "torch" and module != "torch.utils.checkpoint":
+        return "autograd.Function of PyTorch itself"  # PyTorch looks for its autograd node
     methods: list[Any] = [function.forward, function.setup_context]
-    return [m.__code__.co_names for m in methods if hasattr(m, "__code__")]
+    if any("mark_dirty" in m.__code__.co_names for m in methods if hasattr(m, "__code__")):
+        return "custom autograd.Function that writes to its arguments"
+    return ""
 
 
 def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:

@@ -232,33 +232,14 @@ def _of_function(name: str, why: str, via: str) -> Cause:
     if own:
         return Cause(f"PyTorch's {name}, which {own[0]} applies", _OUTSIDE)
     what = f"the custom autograd.Function {name}"
-    if why.startswith("without a vmap rule"):
-        return Cause(
-            what,
-            "define setup_context in the class, and generate_vmap_rule = True or a vmap "
-            "staticmethod",
-        )
     remedy = next((remedy for part, remedy in _FUNCTIONS if part in why), _OUTSIDE)
     return Cause(f"{what} {why.split(' (')[0]}", remedy)
 
 
 _FUNCTIONS = [
-    ("stores a tensor in ctx", "use ctx.save_for_backward(x) instead of ctx.x = x"),
-    (
-        "stores data in ctx that depends",
-        "store in ctx only data that does not depend on tensor values; pass tensors to "
-        "ctx.save_for_backward",
-    ),
-    ("a tensor or a module", "pass the tensor, or the module's weights, to apply() as arguments"),
-    (
-        "closes over",
-        "pass the variable to apply() as an argument: a tensor, number, string or tuple of these",
-    ),
     ("keyword arguments", "pass all arguments of apply() by position"),
-    ("called with a", "pass only tensors, numbers, strings and tuples of these to apply()"),
-    ("random numbers", "draw the random numbers before the call, and pass them to apply()"),
     ("writes to its arguments", "return a new tensor instead of writing to an argument"),
-    ("and a vmap staticmethod", "remove one of the two"),
+    ("a vjp and a backward", "remove one of the two"),
 ]
 
 

@@ -35,7 +35,7 @@ FunctionHost& function_host() {
 std::vector<at::Tensor> function_results(at::TensorList results, const at::Tensor& number,
                                          at::TensorList inputs) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const auto call = FunctionCall::find(number.item<int64_t>());
+  const auto call = find_call(number.item<int64_t>());
   TORCH_CHECK(call != nullptr, "autobatch::function_results: there is no such call");
   return function_host().reapply(call, results, inputs);
 }
@@ -45,8 +45,8 @@ const c10::OperatorHandle& results_op() {
     auto* library =
         new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     library->def("function_results(Tensor[] results, Tensor number, Tensor[] inputs) -> Tensor[]");
-    library->impl("function_results", torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
-                                                      &function_results));
+    library->impl("function_results",
+                  torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd, &function_results));
     return c10::Dispatcher::singleton().findSchemaOrThrow("autobatch::function_results", "");
   }();
   return op;
@@ -58,6 +58,18 @@ const c10::OperatorHandle& results_op() {
 class FunctionResultsRule final : public Rule {
  public:
   explicit FunctionResultsRule(FunctionTraits traits) : traits_(std::move(traits)) {}
+
+  static const FunctionResultsRule& of(const Node& node) {
+    return static_cast<const FunctionResultsRule&>(*node.signature->rule);
+  }
+  const FunctionTraits& traits() const { return traits_; }
+  std::shared_ptr<FunctionCall> call_of(const Tape& tape, const Node& node) const {
+    const ValueId number = tape.operands[node.first_operand + traits_.saved_results.size()];
+    const at::Tensor& data = tape.graph_inputs[tape.values[number].index].data;
+    auto call = find_call(*data.const_data_ptr<int64_t>());
+    TORCH_INTERNAL_ASSERT(call != nullptr);
+    return call;
+  }
 
   bool saves() const override { return traits_.saves; }
   // Backward runs the user's code, which may use autograd.
@@ -92,8 +104,7 @@ class FunctionResultsRule final : public Rule {
     if (!batch.needs_grad()) return;
     auto calls = std::make_shared<Calls>();
     for (int64_t m = 0; m < batch.size(); ++m) {
-      const at::Tensor number = region_view(batch.operand_region(m, traits_.saved_results.size()));
-      calls->push_back(FunctionCall::find(number.item<int64_t>()));
+      calls->push_back(call_of(batch.tape(), batch.node(m)));
     }
     batch.record().kept = std::move(calls);
   }
@@ -158,8 +169,8 @@ class FunctionResultsRule final : public Rule {
       made.gradients.push_back(
           tensors_of(batch, reached ? batch.grad_flat(k) : at::Tensor(), value_of));
       made.gradients.back().requires_grad = false;
-      made.results.push_back(tensors_of(
-          batch, reads_result(k) ? batch.result_flat(k) : at::Tensor(), value_of));
+      made.results.push_back(
+          tensors_of(batch, reads_result(k) ? batch.result_flat(k) : at::Tensor(), value_of));
     }
     for (size_t i = 0; i < traits_.saved_inputs.size(); ++i) {
       const size_t slot = first_input() + i;
@@ -195,7 +206,7 @@ FunctionCall::~FunctionCall() {
   known_calls().erase(number_);
 }
 
-std::shared_ptr<FunctionCall> FunctionCall::find(int64_t number) {
+std::shared_ptr<FunctionCall> find_call(int64_t number) {
   const std::scoped_lock lock(calls_mutex);
   const auto found = known_calls().find(number);
   return found == known_calls().end() ? nullptr : found->second.lock();
@@ -225,6 +236,31 @@ const OpInfo& function_results_op(const FunctionTraits& traits) {
 
 bool is_function_results(const OpInfo& op) {
   return op.handle.operator_name().name == "autobatch::function_results";
+}
+
+bool is_hook(const Node& node) {
+  const OpInfo* op = node.signature->op;
+  return op != nullptr && is_function_results(*op) &&
+         FunctionResultsRule::of(node).traits().is_hook;
+}
+
+void attach_hooks(const Tape& tape, const Node& node, const at::Tensor& result) {
+  function_host().attach_hooks(*FunctionResultsRule::of(node).call_of(tape, node), result);
+}
+
+std::vector<at::Tensor> function_gradients(const Tape& tape, const Node& node,
+                                           at::ArrayRef<at::Tensor> tensors) {
+  const FunctionResultsRule& rule = FunctionResultsRule::of(node);
+  const size_t results = rule.traits().saved_results.size();
+  const size_t inputs = rule.traits().saved_inputs.size();
+  const auto part = [&](size_t first, size_t count) { return tensors.slice(first, count).vec(); };
+  const FunctionTensors of{part(results + 1 + inputs, results), part(results + 1, inputs),
+                           part(results + 1 + inputs + results, results)};
+  std::vector<at::Tensor> gradients(results + 1);
+  for (at::Tensor& gradient : function_host().gradients(*rule.call_of(tape, node), of)) {
+    gradients.push_back(std::move(gradient));
+  }
+  return gradients;
 }
 
 }  // namespace autobatch

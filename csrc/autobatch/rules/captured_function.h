@@ -4,6 +4,7 @@
 #pragma once
 
 #include "autobatch/export.h"
+#include "autobatch/graph/graph.h"
 #include "autobatch/graph/op_registry.h"
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +23,7 @@ struct FunctionTraits {
   // Whether the result shares the memory of an argument, as in `return x.view_as(x)`.
   bool shares_memory = false;
   bool saves = false;                  // whether the call saved tensors for backward
+  bool is_hook = false;                // `register_hook`: forward returns its argument
   std::vector<uint8_t> saved_results;  // by result: whether the call saved it for backward
   std::vector<uint8_t> saved_inputs;   // by tensor argument
 
@@ -37,15 +39,16 @@ class AUTOBATCH_INTERNAL FunctionCall {
   FunctionCall& operator=(const FunctionCall&) = delete;
 
   int64_t number() const { return number_; }
-  // Returns the call with this number, or null. Zero and one are no numbers of calls, because ops
-  // are also run on sample tensors.
-  static std::shared_ptr<FunctionCall> find(int64_t number);
   // Registers the call under its number, as long as it exists.
   static void add(const std::shared_ptr<FunctionCall>& call);
 
  private:
   int64_t number_;
 };
+
+// Returns the call with this number, or null. Zero and one are no numbers of calls, because ops are
+// also run on sample tensors.
+std::shared_ptr<FunctionCall> find_call(int64_t number);
 
 // One tensor of each member of a batch. `flat` contains the elements of all members; undefined if
 // the members have no such tensor.
@@ -70,15 +73,26 @@ struct InputGradient {
   at::Tensor flat;
 };
 
+// The tensors of one call. Results and inputs that the call did not save are undefined.
+struct FunctionTensors {
+  std::vector<at::Tensor> results, inputs;
+  std::vector<at::Tensor> gradients;  // by result
+};
+
 // What the host's language does for these calls.
 struct FunctionHost {
   // Runs backward of the calls. Returns the gradients by input.
   std::function<std::vector<InputGradient>(const FunctionBackward&)> backward;
+  // The same for one call. The ops of backward are captured if ops are captured now.
+  std::function<std::vector<at::Tensor>(const FunctionCall&, const FunctionTensors&)> gradients;
   // Returns copies of `results` (views if they share memory) with the call as their history.
   // Autograd records the call if grad mode is on. No tensor is pending.
   std::function<std::vector<at::Tensor>(const std::shared_ptr<FunctionCall>&,
                                         at::TensorList results, at::TensorList inputs)>
       reapply;
+  // Registers the hooks of `call` with autograd. `tensor` is the result of `call`, and is not
+  // pending any more. From then on, `call` passes gradients on unchanged.
+  std::function<void(const FunctionCall& call, const at::Tensor& tensor)> attach_hooks;
 };
 AUTOBATCH_INTERNAL void set_function_host(FunctionHost host);
 
@@ -88,5 +102,13 @@ AUTOBATCH_INTERNAL void set_function_host(FunctionHost host);
 AUTOBATCH_INTERNAL const OpInfo& function_results_op(const FunctionTraits& traits);
 // Whether the op was returned by function_results_op().
 bool is_function_results(const OpInfo& op);
+// Whether the node stands for hooks of a tensor (FunctionTraits::is_hook).
+bool is_hook(const Node& node);
+// Registers the hooks of the node with autograd, for the result of the node.
+void attach_hooks(const Tape& tape, const Node& node, const at::Tensor& result);
+// Returns the gradients of the operands of a node of such an op. `tensors` are the node's operands,
+// its results, and the gradients of its results.
+std::vector<at::Tensor> function_gradients(const Tape& tape, const Node& node,
+                                           at::ArrayRef<at::Tensor> tensors);
 
 }  // namespace autobatch

@@ -366,12 +366,13 @@ def test_block_in_a_transform(linear: nn.Linear, name: str) -> None:
     works(linear)
 
 
-def test_a_custom_function_sees_real_tensors(linear: nn.Linear) -> None:
+def test_a_custom_function_that_writes_sees_real_tensors(linear: nn.Linear) -> None:
     class Double(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             assert not is_pending(x)
-            return x * 2
+            ctx.mark_dirty(x)
+            return x.mul_(2)
 
         @staticmethod
         def backward(ctx: Any, g: Tensor) -> Tensor:

@@ -244,14 +244,6 @@ def test_constants_of_a_function_of_the_users() -> None:
     assert "pass tensors to apply()" in finding.remedy
 
 
-def test_a_function_that_keeps_a_tensor_is_told_so() -> None:
-    found = run(lambda i: Scaled.apply(linear(ONES), torch.tensor(0.5 + i))).findings
-    [finding] = [f for f in found if "Scaled that" in f.what]
-    assert "Scaled that stores a tensor in ctx without save_for_backward" in finding.what
-    assert "ctx.save_for_backward(x)" in finding.remedy
-    assert "generate_vmap_rule" not in finding.remedy
-
-
 # --- blocks that have ended ---
 
 

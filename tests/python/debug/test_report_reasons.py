@@ -35,11 +35,12 @@ HOOKED.register_full_backward_hook(lambda *_: None)
 
 
 class Double(torch.autograd.Function):
-    """A Function without a vmap rule."""
+    """A Function that writes to its argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
+        ctx.mark_dirty(x)
+        return x.mul_(2)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def with_logger(loss: Tensor) -> None:
 
 
 def with_function(loss: Tensor) -> None:
-    Double.apply(loss)
+    Double.apply(loss * 1)
 
 
 def with_requires_grad(loss: Tensor) -> None:
@@ -116,7 +117,7 @@ def with_requires_grad(loss: Tensor) -> None:
 
 
 def with_hook(loss: Tensor) -> None:
-    loss.register_hook(lambda grad: grad)
+    loss[None].register_hook(lambda grad: grad)
 
 
 def with_backward(loss: Tensor) -> None:
@@ -198,10 +199,6 @@ def with_checkpoint(loss: Tensor) -> None:
     torch.utils.checkpoint.checkpoint(torch.exp, loss, use_reentrant=False)
 
 
-def with_reentrant_checkpoint(loss: Tensor) -> None:
-    torch.utils.checkpoint.checkpoint(torch.exp, loss, use_reentrant=True)
-
-
 def with_module_hook(loss: Tensor) -> None:
     HOOKED(loss.expand(4))
 
@@ -234,7 +231,11 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_assert, "assert", "defer_checks=True"),
     (with_f_string, "an f-string", "after the block"),
     (with_logger, "a logger", "after the block"),
-    (with_function, "the custom autograd.Function Double", "generate_vmap_rule"),
+    (
+        with_function,
+        "the custom autograd.Function Double that writes to its arguments",
+        "new tensor",
+    ),
     (with_requires_grad, "requires_grad_()", "before the block"),
     (with_hook, "a hook", "after the block"),
     (with_backward, "backward()", "scope.backward(loss)"),
@@ -256,7 +257,6 @@ CASES: list[tuple[Callable[[Tensor], None], str, str]] = [
     (with_jvp, "a transform (vmap, grad, jvp)", "outside the block"),
     (with_inference_tensor, "an inference tensor", "inference_mode()"),
     (with_checkpoint, "checkpointing", "max_pending="),
-    (with_reentrant_checkpoint, "checkpointing", "max_pending="),
     (with_module_hook, "a module's full backward hook", "outside the block"),
     (with_check, "if ...: raise", "defer_checks=True"),
     (with_mask, "x[mask]", "torch.where"),

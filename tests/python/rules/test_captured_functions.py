@@ -103,7 +103,8 @@ class Product(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, h: Tensor, of_mask: Tensor, number: None) -> Any:
         x, w = ctx.saved_tensors
-        assert not of_mask.any() and number is None
+        assert not of_mask.any()
+        assert number is None
         return g @ w.t() * 5 + h, x.t() @ g
 
 
@@ -115,8 +116,9 @@ class Unmaterialized(Product):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, h: Tensor | None, *rest: Any) -> Any:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        assert h is None and rest == (None, None)
+        _x, w = ctx.saved_tensors
+        assert h is None
+        assert rest == (None, None)
         assert g is not None
         return g @ w.t() * 5, None
 

@@ -239,7 +239,9 @@ def test_checkpointed_code(reentrant: bool) -> None:
     for value, expected in zip(values, program(False)[0], strict=True):
         assert_same("value", value, expected)
     if reentrant:
-        assert [(row.op, row.instances) for row in rows(report)] == [("CheckpointFunction.apply", 3)]
+        assert [(row.op, row.instances) for row in rows(report)] == [
+            ("CheckpointFunction.apply", 3)
+        ]
     else:
         hooked = "ops under hooks on saved tensors (checkpointing)"
         assert hooked in [a.op for a in report.at_once], str(report)
