@@ -3,6 +3,7 @@
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/tensor_hooks.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/rules/captured_function.h"
 #include "autobatch/scope/inner_scope.h"
@@ -12,6 +13,7 @@
 #include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/extension.h>
@@ -180,7 +182,16 @@ std::vector<at::Tensor> capture_function(const py::object& object, const Functio
                                          const std::vector<at::Tensor>& results,
                                          const std::vector<at::Tensor>& inputs) {
   Scope* scope = capturing_scope();
-  TORCH_CHECK(scope != nullptr, "capture_function: no ops are captured now");
+  if (scope == nullptr) {  // forward has ended capture: the scope was paused, for example
+    std::vector<PendingTensor*> pending;
+    for (const auto* tensors : {&results, &inputs}) {
+      for (const at::Tensor& tensor : *tensors) {
+        if (PendingTensor* p = as_pending(tensor)) pending.push_back(p);
+      }
+    }
+    ensure_real(pending, traits.name);
+    return tensors_of(object.attr("reapply")(results, inputs));
+  }
   CellTrace::break_off("it calls a custom autograd.Function", traits.name);
   const auto call = std::make_shared<PythonCall>(object);
   FunctionCall::add(call);
@@ -222,20 +233,50 @@ bool capture_hooks(PyObject* self) {
   return replace_value(tensor, captured[0]);
 }
 
+namespace {
+
+// share_memory(a, b)
+PyObject* share_memory_in_python(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *a, *b;
+  if (PyArg_ParseTuple(args, "O!O!", THPVariableClass, &a, THPVariableClass, &b) == 0) {
+    return nullptr;
+  }
+  return PyBool_FromLong(share_memory(THPVariable_Unpack(a), THPVariable_Unpack(b)) ? 1 : 0);
+  END_HANDLE_TH_ERRORS
+}
+
+// capture_function(call, name, shares_memory, saves, saved_results, saved_inputs, results, inputs)
+PyObject* capture_function_in_python(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject *call, *saved_results, *saved_inputs, *results, *inputs;
+  const char* name;
+  int shares_memory = 0, saves = 0;
+  if (PyArg_ParseTuple(args, "OsppOOOO", &call, &name, &shares_memory, &saves, &saved_results,
+                       &saved_inputs, &results, &inputs) == 0) {
+    return nullptr;
+  }
+  const FunctionTraits traits{name,
+                              shares_memory != 0,
+                              saves != 0,
+                              /*is_hook=*/false,
+                              py::cast<std::vector<uint8_t>>(py::handle(saved_results)),
+                              py::cast<std::vector<uint8_t>>(py::handle(saved_inputs))};
+  const std::vector<at::Tensor> captured = capture_function(
+      py::reinterpret_borrow<py::object>(call), traits, tensors_of(results), tensors_of(inputs));
+  return wrap_all(captured).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+}  // namespace
+
+// The functions are not bound by pybind11, because an instance of a map may be suspended in them.
 void bind_captured_functions(PyObject* module) {
-  auto m = py::reinterpret_borrow<py::module_>(module);
-  m.def("share_memory", &share_memory);
-  // capture_function(call, name, shares_memory, saves, saved_results, saved_inputs, results,
-  // inputs)
-  m.def("capture_function",
-        [](const py::object& call, std::string name, bool shares_memory, bool saves,
-           std::vector<uint8_t> saved_results, std::vector<uint8_t> saved_inputs,
-           const std::vector<at::Tensor>& results, const std::vector<at::Tensor>& inputs) {
-          return capture_function(call,
-                                  {std::move(name), shares_memory, saves, /*is_hook=*/false,
-                                   std::move(saved_results), std::move(saved_inputs)},
-                                  results, inputs);
-        });
+  static PyMethodDef methods[] = {
+      {"share_memory", share_memory_in_python, METH_VARARGS, nullptr},
+      {"capture_function", capture_function_in_python, METH_VARARGS, nullptr},
+      {nullptr, nullptr, 0, nullptr}};
+  if (PyModule_AddFunctions(module, methods) != 0) throw py::error_already_set();
   set_function_host({run_backward, gradients_of, reapply, attach});
 }
 

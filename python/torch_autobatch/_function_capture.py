@@ -199,9 +199,14 @@ class Hooks:
         return gradient
 
     def attach(self, tensor: Tensor) -> None:
-        """Registers the hooks with the autograd node of the tensor, which is real now."""
-        self._attached = True
-        tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
+        """Registers the hooks with the autograd node of the tensor, which is real now.
+
+        Does nothing for another tensor than the program's, which the library made for the rest of
+        a divided graph.
+        """
+        if tensor._backward_hooks is self.hooks:
+            self._attached = True
+            tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
 
     def reapply(self, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         """Returns the argument, with the hooks, for autograd itself."""

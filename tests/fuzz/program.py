@@ -63,6 +63,30 @@ class Twice(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         return 2 * x * g
 """,
+    "Reversed": """\
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * -0.5
+""",
+    "Both": """\
+class Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        y = x.tanh()
+        ctx.scale = scale
+        ctx.save_for_backward(y)
+        return y, x * scale
+
+    @staticmethod
+    def backward(ctx, g, h):
+        (y,) = ctx.saved_tensors
+        return g * (1 - y * y) + h * ctx.scale, None
+""",
 }
 IMPORTS = """\
 import collections, concurrent.futures, contextlib, copy, math, pickle

@@ -197,7 +197,8 @@ torch.ones({f}.shape).cumsum(0).to({f}).mul_({f})
 """
 
 FUNCTION = """
-Twice.apply({f}); Twice.apply({f})+{f}; torch.vmap(torch.tanh)({f});
+Twice.apply({f}); Twice.apply({f})+{f}; Reversed.apply({f}); Both.apply({f},2.0)[0];
+sum(Both.apply({f},{K})); Reversed.apply({f}*2); torch.vmap(torch.tanh)({f});
 torch.func.grad(lambda t:(t*t).sum())({f}); copy.deepcopy({f}.detach());
 pickle.loads(pickle.dumps({f}.detach())); Q0({m}); torch.vmap(lambda t:t*{s})({f});
 torch.utils.checkpoint.checkpoint(torch.tanh,{f},use_reentrant=False); copy.copy({f})

@@ -365,11 +365,6 @@ void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptio
 }
 
 bool run_slice(Graph& graph, const FlushOptions& options) {
-  if (!graph.tape().sharers.empty()) {  // as in relieve_graph
-    if (graph.num_waiting() == 0) return false;
-    flush_pending(graph, {}, options);
-    return true;
-  }
   const auto began = std::chrono::steady_clock::now();
   std::vector<NodeId> nodes;
   {
@@ -393,7 +388,6 @@ void relieve_graph(Graph& graph, const FlushOptions& options) {
     graph.settle_orphans();
   }
   // A complex view may be under construction (rules/complex_views.cpp), so no part of it is run.
-  if (!graph.tape().sharers.empty()) return flush_pending(graph, {}, options);
   const std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
   if (options.verifier == nullptr && stays_open(graph, {}, nodes, true) &&
       !compute_part(graph, {}, nodes, options)) {

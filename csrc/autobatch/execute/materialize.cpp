@@ -22,6 +22,18 @@
 namespace autobatch {
 namespace {
 
+// If `base` shares the memory of another value, returns this value. Returns kNone if the memory of
+// the other value is released: no tensor referred to the value when its last reader had run.
+ValueId shared_value(const FlushRecord& record, ValueId base) {
+  const ValueId other = reinterpreted_value(record.tape, base);
+  if (other == kNone) return kNone;
+  const ValueId owner = record.tape.values[other].base;
+  if (record.tape.values[owner].is_graph_input()) return other;
+  const uint32_t slab = record.store.places[owner].slab;
+  const bool exists = slab != kNone && record.store.slabs[slab].defined();
+  return exists || shared_value(record, owner) != kNone ? other : kNone;
+}
+
 // Copies of whole results, outside their slabs. An in-place write to a tensor must not change other
 // members of the batch or values kept for backward. Saving the tensor must not write the whole
 // slab. On a device the copies are made by `finish`, in one call for each dtype and device.
@@ -35,7 +47,7 @@ class OwnCopies {
     const Value& value = record_.tape.values[base];
     if (value.is_graph_input()) return record_.tape.graph_inputs[value.index].data;
     if (const auto found = copies_.find(base); found != copies_.end()) return found->second;
-    const ValueId other = reinterpreted_value(record_.tape, base);
+    const ValueId other = shared_value(record_, base);
     at::Tensor own = other != kNone ? alias(base, other) : make(base);
     return copies_.emplace(base, std::move(own)).first->second;
   }
@@ -169,10 +181,11 @@ bool is_of_function(const Tape& tape, const Value& base) {
 
 // Returns the value whose tensor is the base of the view `id`, also if the view reads the memory of
 // the base in another way.
-ValueId shared_root_of(const Tape& tape, ValueId id) {
+ValueId shared_root_of(const FlushRecord& record, ValueId id) {
+  const Tape& tape = record.tape;
   for (;;) {
     id = root_of(tape, id);
-    const ValueId other = tape.values[id].base == id ? reinterpreted_value(tape, id) : kNone;
+    const ValueId other = tape.values[id].base == id ? shared_value(record, id) : kNone;
     if (other == kNone) return id;
     // The operand of a custom function is its result, detached.
     id = is_of_function(tape, tape.values[id]) ? tape.values[other].parent : other;
@@ -192,7 +205,7 @@ class Roots {
     for (const PendingTensor* tensor : computed) {
       const bool recorded = is_recorded(record, *tensor);
       const size_t view = recorded ? held++ : 0;
-      const ValueId root = shared_root_of(record.tape, tensor->value());
+      const ValueId root = shared_root_of(record, tensor->value());
       const Value& value = record.tape.values[tensor->value()];
       const bool follows = value.kind == ViewKind::kPlain || value.kind == ViewKind::kNoGrad;
       if (root == tensor->value() || !follows) continue;
@@ -211,7 +224,7 @@ class Roots {
 
   // Returns the root of the view `id`, or an undefined tensor if none is needed.
   at::Tensor find(ValueId id, OwnCopies& memory, const std::vector<Edge>& edges) {
-    const ValueId root = shared_root_of(record_.tape, id);
+    const ValueId root = shared_root_of(record_, id);
     if (root == id) return {};
     const Value& value = record_.tape.values[root];
     if (value.is_graph_input() && root == value.base) {

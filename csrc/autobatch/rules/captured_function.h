@@ -90,8 +90,9 @@ struct FunctionHost {
   std::function<std::vector<at::Tensor>(const std::shared_ptr<FunctionCall>&,
                                         at::TensorList results, at::TensorList inputs)>
       reapply;
-  // Registers the hooks of `call` with autograd. `tensor` is the result of `call`, and is not
-  // pending any more. From then on, `call` passes gradients on unchanged.
+  // Registers the hooks of `call` with autograd, if `tensor` is the program's tensor. `tensor` has
+  // the result of `call`, and is not pending any more. From then on, `call` passes gradients on
+  // unchanged.
   std::function<void(const FunctionCall& call, const at::Tensor& tensor)> attach_hooks;
 };
 AUTOBATCH_INTERNAL void set_function_host(FunctionHost host);
