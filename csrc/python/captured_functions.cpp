@@ -220,7 +220,7 @@ bool capture_hooks(PyObject* self) {
   PyObject* hooks = reinterpret_cast<THPVariable*>(self)->backward_hooks;
   if (hooks == nullptr || PyDict_Check(hooks) == 0 || PyDict_GET_SIZE(hooks) != 0) return false;
   const at::Tensor tensor = THPVariable_Unpack(self);
-  if (!at::GradMode::is_enabled() || !is_unused(tensor)) return false;
+  if (!at::GradMode::is_enabled() || !may_capture_hooks(tensor)) return false;
   const auto module = py::module_::import("torch_autobatch._function_capture");
   const py::object call = module.attr("Hooks")(py::handle(hooks));
   at::Tensor detached;

@@ -10,7 +10,7 @@
 
 namespace autobatch {
 
-bool is_unused(const at::Tensor& tensor) {
+bool may_capture_hooks(const at::Tensor& tensor) {
   constexpr size_t kMost = 1 << 14;  // operands looked at
   Scope* scope = capturing_scope();
   const PendingTensor& pending = *as_pending(tensor);
@@ -27,6 +27,8 @@ bool is_unused(const at::Tensor& tensor) {
     if (tape.values[view].tensor != nullptr) return false;
   }
   const Node& node = tape.nodes[value.node];
+  // Eager calls a hook of one of several results also if only other results have a gradient.
+  if (node.num_values != 1) return false;
   const size_t first = node.first_operand + node.num_operands;
   if (tape.operands.size() - first > kMost) return false;
   return std::none_of(tape.operands.begin() + static_cast<ptrdiff_t>(first), tape.operands.end(),

@@ -8,9 +8,10 @@
 
 namespace autobatch {
 
-// Whether ops are captured now, and nothing else refers to the value of the pending tensor: no
-// other tensor shares its memory, no op has read or written it, and it is not computed.
-AUTOBATCH_INTERNAL bool is_unused(const at::Tensor& tensor);
+// Whether a node can stand for hooks of the pending tensor. Ops must be captured now, and nothing
+// else may refer to the tensor's value: no other tensor shares its memory, no op has read or
+// written it, its op has no other results, and it is not computed.
+AUTOBATCH_INTERNAL bool may_capture_hooks(const at::Tensor& tensor);
 // Makes the pending tensor stand for the value of `result`, which must not be used any more.
 // Returns false if `result` is not pending.
 AUTOBATCH_INTERNAL bool replace_value(const at::Tensor& tensor, const at::Tensor& result);

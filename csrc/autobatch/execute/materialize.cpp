@@ -172,11 +172,11 @@ bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
   return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
 }
 
-// Whether the base is the result of a custom autograd.Function.
+// Whether the base is a view of an argument that a custom autograd.Function returned.
 bool is_of_function(const Tape& tape, const Value& base) {
   if (base.is_graph_input()) return false;
   const OpInfo* op = tape.nodes[base.node].signature->op;
-  return op != nullptr && is_function_results(*op);
+  return op != nullptr && op->reinterprets && is_function_results(*op);
 }
 
 // Returns the value whose tensor is the base of the view `id`, also if the view reads the memory of
