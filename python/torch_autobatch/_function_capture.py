@@ -221,7 +221,7 @@ class Hooks:
                     return None
                 return self._run(gradient)
 
-            argument.register_hook(run)
+            argument.register_hook(run)  # type: ignore[no-untyped-call]
         return [argument]
 
 

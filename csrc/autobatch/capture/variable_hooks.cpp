@@ -33,7 +33,8 @@ const PendingTensor* own_result(const TensorBase& self) {
   }
   const Graph& graph = scope->graph();
   const Value& value = graph.value(pending->value());
-  const bool known = value.kind < ViewKind::kDetached && !self.unsafeGetTensorImpl()->is_inference() &&
+  const bool known = value.kind < ViewKind::kDetached &&
+                     !self.unsafeGetTensorImpl()->is_inference() &&
                      !graph.value(value.base).is_graph_input();
   return known ? pending : nullptr;
 }

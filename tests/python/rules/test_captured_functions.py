@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,23 +10,11 @@ import pytest
 import torch
 import torch_autobatch as ab
 from helpers_capture import is_pending
+from helpers_captured_functions import Exp, Reversed, Sign
 from helpers_rules import DOUBLE, assert_same, rand
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-
-class Reversed(Function):
-    """Returns a view of its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return -ctx.factor * g, None
 
 
 class Clipped(Function):
@@ -41,37 +27,6 @@ class Clipped(Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g.clamp(-0.1, 0.1)
-
-
-class Sign(Function):
-    """A straight-through estimator: saves its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        assert ctx.needs_input_grad == (True,)
-        assert not torch.is_grad_enabled()
-        ctx.save_for_backward(x)
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        assert x.requires_grad
-        return g * (x.abs() < 1)
-
-
-class Exp(Function):
-    """Saves its result."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0] * 3
 
 
 class Between(Function):
@@ -404,147 +359,3 @@ def test_shared_memory(program: Callable[[Tensor], list[Any]]) -> None:
             assert_same("value", value, other)
         else:
             assert value == other
-
-
-# --- errors ---
-
-
-def second_backward(x: Tensor) -> None:
-    Exp.apply(x * 2).sum().backward()
-
-
-class Wrong(Function):
-    gradients: Any
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, number: int) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return Wrong.gradients(g)
-
-
-WRONG: dict[str, Callable[[Tensor], Any]] = {
-    "too few": lambda g: g,
-    "too many": lambda g: (g, None, g),
-    "trailing None": lambda g: (g, None, None, None),
-    "of a number": lambda g: (g, g),
-    "shape": lambda g: (g.new_ones(7), None),
-    "no tensor": lambda g: (3.0, None),
-    "smaller": lambda g: (g.sum(), None),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_backward_may_not_return(name: str) -> None:
-    Wrong.gradients = WRONG[name]
-
-    def outcome(enabled: bool) -> Any:
-        x = torch.ones(3, dtype=DOUBLE, requires_grad=True)
-        with ab.batch(enabled=enabled):
-            loss = sum(Wrong.apply(x * k, 1).sum() for k in (1, 2))
-        try:
-            loss.backward()
-        except (RuntimeError, TypeError) as error:
-            return type(error), str(error)[:60]
-        return x.grad
-
-    ours, eagers = outcome(True), outcome(False)
-    if isinstance(eagers, Tensor):
-        assert_same("gradient", ours, eagers)
-    else:
-        assert ours == eagers
-
-
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_second_backward(saves: bool) -> None:
-    def outcome(enabled: bool) -> str:
-        x = rand(3).requires_grad_()
-        with ab.batch(enabled=enabled):
-            h = x + 1
-            y = (Exp.apply(h) if saves else Reversed.apply(h, 2.0)).sum()
-        y.backward()
-        try:
-            y.backward()
-        except RuntimeError as error:
-            return str(error)[:50]
-        return "no error"
-
-    assert outcome(True) == outcome(False)
-
-
-@pytest.mark.parametrize("saved", [Sign, Exp, Reversed])
-@pytest.mark.parametrize("written", ["argument", "result"])
-def test_a_write_to_what_is_saved(saved: Any, written: str) -> None:
-    def outcome(enabled: bool) -> Any:
-        x = torch.full((3,), 0.5, dtype=DOUBLE, requires_grad=True)
-        with ab.batch(enabled=enabled):
-            h = x * 1
-            y = saved.apply(h, 2.0) if saved is Reversed else saved.apply(h)
-            loss = (y * 2).sum() if written == "argument" else y.sum()
-            with torch.no_grad():
-                (h if written == "argument" else y).add_(1)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            return str(error)[:60]
-        return x.grad
-
-    ours, eagers = outcome(True), outcome(False)
-    if isinstance(eagers, Tensor):
-        assert_same("gradient", ours, eagers)
-    else:
-        assert ours == eagers
-
-
-def test_errors_of_the_function_are_the_users() -> None:
-    class Fails(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
-            ctx.where = where
-            if where == "forward":
-                raise KeyError("forward")
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Any:
-            raise KeyError("backward")
-
-    x = rand(3).requires_grad_()
-    with pytest.raises(KeyError, match="forward"), ab.batch():
-        Fails.apply(x * 2, "forward")
-    with ab.batch():
-        losses = [Fails.apply(x * 2, "backward").sum() for _ in range(2)]
-    with pytest.raises(KeyError, match="backward"):
-        (losses[0] + losses[1]).backward()
-    with ab.batch():  # nothing stays broken
-        y = [Exp.apply(x * 2).sum() for _ in range(2)]
-    (y[0] + y[1]).backward()
-    assert x.grad is not None
-
-
-def test_calls_are_freed() -> None:
-    kept: list[weakref.ref[Any]] = []
-
-    class Notes(Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            kept.append(weakref.ref(ctx))
-            ctx.save_for_backward(x)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, g: Tensor) -> Tensor:
-            return g * ctx.saved_tensors[0]
-
-    x = rand(3).requires_grad_()
-    with ab.batch():
-        losses = [Notes.apply(x * 2).sum() for _ in range(3)]
-        unused = Notes.apply(x * 3)
-    del unused
-    assert all(ref() is not None for ref in kept[:3])
-    sum(losses).backward()
-    del losses
-    gc.collect()
-    assert [ref() for ref in kept] == [None] * 4
