@@ -13,6 +13,7 @@
 #include <ATen/core/dispatch/DispatchKeyExtractor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/stack.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -98,29 +99,12 @@ py::tuple wrap_all(const std::vector<at::Tensor>& tensors) {
   return wrapped;
 }
 
-// The tensors that forward saved require grad as in eager.
-void require_grad(const std::vector<at::Tensor>& saved) {
-  for (const at::Tensor& tensor : saved) {
-    if (tensor.defined() && !tensor.requires_grad() &&
-        torch::autograd::isDifferentiableType(tensor.scalar_type())) {
-      torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
-    }
-  }
-}
-
-std::vector<at::Tensor> gradients_of(const FunctionCall& call, const FunctionTensors& of) {
-  const py::gil_scoped_acquire gil;
-  require_grad(of.results);
-  return tensors_of(object_of(call).attr("gradients")(wrap_all(of.inputs), wrap_all(of.results),
-                                                      wrap_all(of.gradients)));
-}
-
 void attach(const FunctionCall& call, const at::Tensor& tensor) {
   const py::gil_scoped_acquire gil;
   object_of(call).attr("attach")(wrap(tensor));
 }
 
-InputGradient joined(const std::vector<at::Tensor>& by_member) {
+InputGradient joined(const std::vector<at::Tensor>& by_member, bool add_up) {
   InputGradient made;
   std::vector<at::Tensor> given;
   for (size_t m = 0; m < by_member.size(); ++m) {
@@ -128,7 +112,12 @@ InputGradient joined(const std::vector<at::Tensor>& by_member) {
     made.members.push_back(m);
     given.push_back(by_member[m].reshape({-1}));
   }
-  if (!given.empty()) made.flat = given.size() == 1 ? given[0].contiguous() : at::cat(given);
+  if (given.empty()) return made;
+  if (given.size() == 1) {
+    made.flat = given[0].contiguous();
+  } else {
+    made.flat = add_up ? at::stack(given).sum(0) : at::cat(given);
+  }
   return made;
 }
 
@@ -166,7 +155,9 @@ std::vector<InputGradient> run_backward(const FunctionBackward& batch) {
   }
   std::vector<InputGradient> made;
   made.reserve(found.size());
-  for (const auto& by_member : found) made.push_back(joined(by_member));
+  for (size_t i = 0; i < found.size(); ++i) {
+    made.push_back(joined(found[i], batch.shared[i] != 0));
+  }
   found.clear();
   if (block.has_value()) block->finish();
   return made;
@@ -180,9 +171,10 @@ std::vector<at::Tensor> reapply(const std::shared_ptr<FunctionCall>& call, at::T
 
 std::vector<at::Tensor> capture_function(const py::object& object, const FunctionTraits& traits,
                                          const std::vector<at::Tensor>& results,
-                                         const std::vector<at::Tensor>& inputs) {
+                                         const std::vector<at::Tensor>& inputs, bool eagerly) {
   Scope* scope = capturing_scope();
-  if (scope == nullptr) {  // forward has ended capture: the scope was paused, for example
+  // Forward may have ended capture: the scope was paused, for example.
+  if (scope == nullptr || eagerly) {
     std::vector<PendingTensor*> pending;
     for (const auto* tensors : {&results, &inputs}) {
       for (const at::Tensor& tensor : *tensors) {
@@ -190,6 +182,7 @@ std::vector<at::Tensor> capture_function(const py::object& object, const Functio
       }
     }
     ensure_real(pending, traits.name);
+    const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     return tensors_of(object.attr("reapply")(results, inputs));
   }
   CellTrace::break_off("it calls a custom autograd.Function", traits.name);
@@ -228,8 +221,9 @@ bool capture_hooks(PyObject* self) {
     const at::AutoGradMode no_grad(false);
     detached = tensor.detach();
   }
+  const FunctionTraits traits{"register_hook", false, false, /*is_hook=*/true, {0}, {0}};
   const std::vector<at::Tensor> captured =
-      capture_function(call, {"register_hook", false, false, true, {0}, {0}}, {detached}, {tensor});
+      capture_function(call, traits, {detached}, {tensor}, /*eagerly=*/false);
   return replace_value(tensor, captured[0]);
 }
 
@@ -246,14 +240,15 @@ PyObject* share_memory_in_python(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// capture_function(call, name, shares_memory, saves, saved_results, saved_inputs, results, inputs)
+// capture_function(call, name, shares_memory, saves, saved_results, saved_inputs, results, inputs,
+// eagerly)
 PyObject* capture_function_in_python(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *call, *saved_results, *saved_inputs, *results, *inputs;
   const char* name;
-  int shares_memory = 0, saves = 0;
-  if (PyArg_ParseTuple(args, "OsppOOOO", &call, &name, &shares_memory, &saves, &saved_results,
-                       &saved_inputs, &results, &inputs) == 0) {
+  int shares_memory = 0, saves = 0, eagerly = 0;
+  if (PyArg_ParseTuple(args, "OsppOOOOp", &call, &name, &shares_memory, &saves, &saved_results,
+                       &saved_inputs, &results, &inputs, &eagerly) == 0) {
     return nullptr;
   }
   const FunctionTraits traits{name,
@@ -262,8 +257,9 @@ PyObject* capture_function_in_python(PyObject*, PyObject* args) {
                               /*is_hook=*/false,
                               py::cast<std::vector<uint8_t>>(py::handle(saved_results)),
                               py::cast<std::vector<uint8_t>>(py::handle(saved_inputs))};
-  const std::vector<at::Tensor> captured = capture_function(
-      py::reinterpret_borrow<py::object>(call), traits, tensors_of(results), tensors_of(inputs));
+  const std::vector<at::Tensor> captured =
+      capture_function(py::reinterpret_borrow<py::object>(call), traits, tensors_of(results),
+                       tensors_of(inputs), eagerly != 0);
   return wrap_all(captured).release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -277,7 +273,7 @@ void bind_captured_functions(PyObject* module) {
       {"capture_function", capture_function_in_python, METH_VARARGS, nullptr},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module, methods) != 0) throw py::error_already_set();
-  set_function_host({run_backward, gradients_of, reapply, attach});
+  set_function_host({run_backward, reapply, attach});
 }
 
 }  // namespace autobatch

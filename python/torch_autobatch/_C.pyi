@@ -104,6 +104,7 @@ def capture_function(
     saved_inputs: Sequence[int],
     results: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
+    eagerly: bool,
     /,
 ) -> tuple[torch.Tensor, ...]: ...
 

@@ -19,13 +19,7 @@ class Context(FunctionCtx):
     non_differentiable: Any = ()
     dirty_tensors: Any = ()
     materialize_grads = True
-    _saved: "tuple[Tensor | None, ...] | None" = None
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        if self._saved is None:
-            raise RuntimeError("ctx.saved_tensors can be read only in backward")
-        return self._saved
+    saved_tensors: "tuple[Tensor | None, ...]" = ()
 
 
 class Call:
@@ -43,6 +37,7 @@ class Call:
         self._outputs: list[tuple[Any, ...] | None] = []  # shape, dtype, device; None: no tensor
         self._differentiable: list[int] = []  # the outputs that have a gradient
         self._saved: list[tuple[str, Any]] = []
+        self._real: dict[int, Tensor] = {}  # saved arguments that are not pending, by number
         self.shares_memory = False
 
     def note_outputs(self, outputs: tuple[Any, ...], inputs: list[Tensor]) -> list[Tensor]:
@@ -66,7 +61,10 @@ class Call:
                     f"{i} is of type {type(tensor).__name__}"
                 )
             if id(tensor) in by_input:
-                self._saved.append(("input", by_input[id(tensor)]))
+                number = by_input[id(tensor)]
+                self._saved.append(("input", number))
+                if not _C.is_pending(tensor):
+                    self._real[number] = tensor
             elif id(tensor) in by_result:
                 self._saved.append(("result", by_result[id(tensor)]))
             else:
@@ -78,6 +76,23 @@ class Call:
             for given in inputs
         )
         return results
+
+    def holds_history(self, inputs: list[Tensor]) -> bool:
+        """Whether ctx holds a graph that forward made (`with torch.enable_grad()`).
+
+        Backward may differentiate this graph, which must not be part of the same record.
+        """
+        known = {id(t) for t in inputs}
+        held: list[Any] = [tensor for kind, tensor in self._saved if kind == "other"]
+        held += vars(self.context).values()
+        for value in held:  # grows
+            if isinstance(value, list | tuple):
+                held += value
+            elif isinstance(value, dict):
+                held += value.values()
+            elif isinstance(value, Tensor) and value.requires_grad and id(value) not in known:
+                return True
+        return False
 
     def saves(self, kind: str, count: int) -> list[int]:
         """Returns for each of ``count`` inputs or results whether forward saved it."""
@@ -107,15 +122,16 @@ class Call:
                 shape, dtype, device = meta
                 gradient = torch.zeros(shape, dtype=dtype, device=device)
             every.append(gradient)
-        kinds = {"input": inputs, "result": results}
-        context._saved = tuple(
+        given = [self._real.get(i, t) for i, t in enumerate(inputs)]
+        kinds = {"input": given, "result": results}
+        context.saved_tensors = tuple(
             tensor if kind == "other" else kinds[kind][tensor] for kind, tensor in self._saved
         )
         has_vjp = self.function.vjp is not Function.vjp
         try:
             found = (self.function.vjp if has_vjp else self.function.backward)(context, *every)
         finally:
-            context._saved = None
+            context.saved_tensors = ()
         return self._checked(found if isinstance(found, tuple) else (found,))
 
     def _checked(self, found: tuple[Any, ...]) -> list[Tensor | None]:
@@ -295,6 +311,7 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
             call.saves("input", len(inputs)),
             results,
             inputs,
+            call.holds_history(inputs),
         )
         for place, result in zip(call._differentiable, captured, strict=True):
             outputs[place] = result

@@ -179,8 +179,19 @@ at::Tensor Recompute::computed(ValueId id) const {
   return region_view(record_.store.region(record_.tape, id));
 }
 
+// Whether `id` need not be computed again. A value without a gradient is a constant, if its memory
+// still exists. The ops that computed it may be random.
+bool Recompute::is_known(ValueId id) {
+  if (results_.count(id) != 0) return true;
+  const Value& value = record_.tape.values[id];
+  const bool is_constant = !value.requires_grad && record_.has_values(id) &&
+                           record_.tape.nodes[value.node].num_values == 1;
+  if (is_constant) results_[id] = computed(id).clone();
+  return is_constant;
+}
+
 at::Tensor Recompute::result(ValueId id) {
-  if (results_.count(id) == 0) run(record_.tape.values[id].node);
+  if (!is_known(id)) run(record_.tape.values[id].node);
   return results_.at(id);
 }
 
@@ -266,7 +277,7 @@ void Recompute::run(NodeId last) {
     for (ValueId operand : tape.operands_of(node)) {
       if (operand == kNone || record_.cut(operand) != kNone) continue;
       const Value& base = tape.values[tape.values[operand].base];
-      if (!base.is_graph_input() && results_.count(tape.values[operand].base) == 0) {
+      if (!base.is_graph_input() && !is_known(tape.values[operand].base)) {
         stack.push_back(base.node);
       }
     }

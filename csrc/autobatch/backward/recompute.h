@@ -47,6 +47,7 @@ class Recompute {
   at::Tensor find(ValueId id, ValueId cut);
   at::Tensor graph_input(uint32_t index);
   at::Tensor held(ValueId id);
+  bool is_known(ValueId id);
   at::Tensor result(ValueId id);
   at::Tensor blank_without_overlap(ValueId id);
   // Returns the value that forward computed, or zeros of the same geometry if the value was freed.

@@ -154,7 +154,6 @@ class Derivation {
         if (pending->graph() != &graph_) return false;
         const ValueId id = pending->value();
         if (!value(id).requires_grad || graph_.memory_of(value(id).base) != nullptr) return false;
-        if (is_hooked(id)) return false;  // eager returns what the hooks return
         if (value(id).base != id && value(value(id).base).geometry->overlapping) return false;
         by_value_.emplace_back(id, i);
         continue;
@@ -164,10 +163,6 @@ class Derivation {
       by_edge_.emplace_back(edge, i);
     }
     return true;
-  }
-
-  bool is_hooked(ValueId id) const {
-    return !value(id).is_graph_input() && is_hook(tape().nodes[value(id).node]);
   }
 
   template <class Visit>
@@ -239,6 +234,8 @@ class Derivation {
   // error for this node.
   bool is_understood(const Node& node) const {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
+    // Backward of the function, or the hooks, may write in place and read values.
+    if (is_function_results(*node.signature->op)) return false;
     if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
       return false;
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
@@ -338,17 +335,11 @@ class Derivation {
     }
     if (!any) return true;
     request.results = results;
-    const bool of_function = is_function_results(*node.signature->op);
-    const Formula* formula = of_function ? nullptr : formulas_of(scope_).find(scope_, request);
-    if (formula == nullptr && !of_function) return false;
-    const auto is_read = [&](size_t i) {
-      if (formula != nullptr) return formula->reads[i] != 0;
-      const Rule& rule = *node.signature->rule;
-      return i < node.num_operands ? rule.reads(i) : rule.reads_result(i - node.num_operands);
-    };
+    const Formula* formula = formulas_of(scope_).find(scope_, request);
+    if (formula == nullptr) return false;
     std::vector<at::Tensor> tensors;
     for (size_t i = 0; i < inputs.size(); ++i) {
-      if (!is_read(i)) {
+      if (formula->reads[i] == 0) {
         tensors.emplace_back();
         continue;
       }
@@ -359,8 +350,7 @@ class Derivation {
       const auto found = gradients_.find(node.first_value + k);
       tensors.push_back(found == gradients_.end() ? at::Tensor() : std::move(found->second));
     }
-    const std::vector<at::Tensor> gradients =
-        of_function ? function_gradients(tape(), node, tensors) : formula->apply(tensors);
+    const std::vector<at::Tensor> gradients = formula->apply(tensors);
     for (size_t slot = 0; slot < gradients.size(); ++slot) {
       if (gradients[slot].defined() && !add(inputs[slot], gradients[slot])) return false;
     }

@@ -308,7 +308,7 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   Split split = all ? graph.split() : graph.split(targets, nodes, options.tables->signatures);
   renumber(*record, split);
   unfold_held_subgraphs(split, *record);
-  HeldTensors held(graph, split);
+  HeldTensors held(graph, split, record->store);
   nobody_dies.reset();
   if (split.tape.nodes.empty() && held.empty()) return;
   record->tables = options.tables;

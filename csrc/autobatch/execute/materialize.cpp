@@ -3,6 +3,7 @@
 #include "autobatch/backward/autograd_nodes.h"
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/device_traits.h"
+#include "autobatch/execute/function_results.h"
 #include "autobatch/execute/reinterpreted_views.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/view_roots.h"
@@ -359,7 +360,7 @@ void Failures::copy_to(std::vector<OpFailure>& losses) const {
   losses.insert(losses.end(), all_.begin(), all_.end());
 }
 
-HeldTensors::HeldTensors(Graph& graph, Split& part) {
+HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
   PooledVector<Value>& values = part.tape.values;
   for (const Split::Export& e : part.exports) {
     Value& value = values[e.value];
@@ -374,6 +375,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part) {
       torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = true;
     }
   }
+  function_results_ = hold_function_results(graph, part.tape, computed);
   for (Value& value : values) {
     if (value.tensor == nullptr) continue;
     tensors_.push_back(value.tensor->hold());
@@ -428,6 +430,7 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
   Roots roots(*record, computed);
   const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
   give_memory(*record, computed, roots, edges, !record->held.empty());
+  function_results_.clear();
   // Releases the user's tensors. After a later in-place write, such a tensor may depend on this
   // record. A reference from the record to the tensor would then be a reference cycle.
   for (GraphInput& graph_input : record->tape.graph_inputs) graph_input.tensor = at::Tensor();
@@ -461,6 +464,7 @@ std::vector<Computed> HeldTensors::lose_rest(const OpFailure& failure) {
     if (tensor->is_pending()) tensor->lose(failure.reason);
   }
   tensors_.clear();
+  function_results_.clear();
   return take_exports();
 }
 

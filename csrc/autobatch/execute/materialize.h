@@ -45,8 +45,9 @@ class Failures {
 // The pending tensors that are still referenced, kept alive for the duration of a flush.
 class HeldTensors {
  public:
-  // Holds the tensors of `part`. Makes a tensor for each export that has none.
-  HeldTensors(Graph& graph, Split& part);
+  // Holds the tensors of `part`. Makes a tensor for each export that has none. `computed` has the
+  // values of the nodes of `part` that are computed.
+  HeldTensors(Graph& graph, Split& part, const Store& computed);
 
   bool empty() const { return tensors_.empty(); }
   // Returns the results of the tape that the tensors represent or are views of, possibly with
@@ -69,6 +70,7 @@ class HeldTensors {
 
   std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
+  std::vector<c10::intrusive_ptr<PendingTensor>> function_results_;  // that the program dropped
 };
 
 // Turns the tensors of computed results, and of views of them, into real ones. Neither the results

@@ -75,6 +75,7 @@ class FunctionResultsRule final : public Rule {
   // Backward runs the user's code, which may use autograd.
   bool below_autograd() const override { return false; }
   bool reads(size_t slot) const override {
+    if (slot < traits_.saved_results.size()) return true;  // for backward with create_graph
     return slot >= first_input() && traits_.saved_inputs[slot - first_input()] != 0;
   }
   bool reads_result(uint32_t k) const override { return traits_.saved_results[k] != 0; }
@@ -175,6 +176,7 @@ class FunctionResultsRule final : public Rule {
     for (size_t i = 0; i < traits_.saved_inputs.size(); ++i) {
       const size_t slot = first_input() + i;
       made.wanted.push_back(batch.needs(slot) ? 1 : 0);
+      made.shared.push_back(batch.size() > 1 && batch.shared(slot) ? 1 : 0);
       made.inputs.push_back(tensors_of(batch, reads(slot) ? batch.flat(slot) : at::Tensor(),
                                        [&](int64_t m) { return batch.operand_value(m, slot); }));
     }
@@ -182,9 +184,14 @@ class FunctionResultsRule final : public Rule {
   }
 
   void run_backward(BackwardBatch& batch) const {
-    const std::vector<InputGradient> gradients = function_host().backward(calls_of(batch));
+    const FunctionBackward calls = calls_of(batch);
+    const std::vector<InputGradient> gradients = function_host().backward(calls);
     for (size_t i = 0; i < gradients.size(); ++i) {
       if (gradients[i].members.empty()) continue;
+      if (calls.shared[i] != 0) {
+        batch.add_single(first_input() + i, gradients[i].flat.view(calls.inputs[i].sizes[0]));
+        continue;
+      }
       std::vector<NodeId> members;
       for (const size_t m : gradients[i].members) members.push_back(batch.member(m));
       batch.part(members).add(first_input() + i, gradients[i].flat);
@@ -246,21 +253,6 @@ bool is_hook(const Node& node) {
 
 void attach_hooks(const Tape& tape, const Node& node, const at::Tensor& result) {
   function_host().attach_hooks(*FunctionResultsRule::of(node).call_of(tape, node), result);
-}
-
-std::vector<at::Tensor> function_gradients(const Tape& tape, const Node& node,
-                                           at::ArrayRef<at::Tensor> tensors) {
-  const FunctionResultsRule& rule = FunctionResultsRule::of(node);
-  const size_t results = rule.traits().saved_results.size();
-  const size_t inputs = rule.traits().saved_inputs.size();
-  const auto part = [&](size_t first, size_t count) { return tensors.slice(first, count).vec(); };
-  const FunctionTensors of{part(results + 1 + inputs, results), part(results + 1, inputs),
-                           part(results + 1 + inputs + results, results)};
-  std::vector<at::Tensor> gradients(results + 1);
-  for (at::Tensor& gradient : function_host().gradients(*rule.call_of(tape, node), of)) {
-    gradients.push_back(std::move(gradient));
-  }
-  return gradients;
 }
 
 }  // namespace autobatch

@@ -65,26 +65,20 @@ struct FunctionBackward {
   std::vector<MemberTensors> inputs;     // undefined where the calls did not save the input
   std::vector<MemberTensors> gradients;  // by result
   std::vector<uint8_t> wanted;           // by input: whether a gradient is needed
+  std::vector<uint8_t> shared;           // by input: whether all members have the same tensor
 };
 
-// The gradients of one input: the elements for `members`, one after another.
+// The gradients of one input: the elements for `members`, one after another. If all members have
+// the same tensor as input: the sum of the gradients.
 struct InputGradient {
   std::vector<size_t> members;
   at::Tensor flat;
-};
-
-// The tensors of one call. Results and inputs that the call did not save are undefined.
-struct FunctionTensors {
-  std::vector<at::Tensor> results, inputs;
-  std::vector<at::Tensor> gradients;  // by result
 };
 
 // What the host's language does for these calls.
 struct FunctionHost {
   // Runs backward of the calls. Returns the gradients by input.
   std::function<std::vector<InputGradient>(const FunctionBackward&)> backward;
-  // The same for one call. The ops of backward are captured if ops are captured now.
-  std::function<std::vector<at::Tensor>(const FunctionCall&, const FunctionTensors&)> gradients;
   // Returns copies of `results` (views if they share memory) with the call as their history.
   // Autograd records the call if grad mode is on. No tensor is pending.
   std::function<std::vector<at::Tensor>(const std::shared_ptr<FunctionCall>&,
@@ -107,9 +101,5 @@ bool is_function_results(const OpInfo& op);
 bool is_hook(const Node& node);
 // Registers the hooks of the node with autograd, for the result of the node.
 void attach_hooks(const Tape& tape, const Node& node, const at::Tensor& result);
-// Returns the gradients of the operands of a node of such an op. `tensors` are the node's operands,
-// its results, and the gradients of its results.
-std::vector<at::Tensor> function_gradients(const Tape& tape, const Node& node,
-                                           at::ArrayRef<at::Tensor> tensors);
 
 }  // namespace autobatch
