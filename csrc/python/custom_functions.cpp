@@ -271,10 +271,10 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
 // Captures forward op by op.
 PyObject* capture_forward(const Applied& call) {
   CellTrace::break_off("a custom autograd.Function is called", info_of(call.function).name);
-  const auto module = py::module_::import("torch_autobatch._function_capture");
-  return module.attr("capture")(py::handle(call.function), py::handle(call.arguments))
-      .release()
-      .ptr();
+  static const py::handle capture_in_python =
+      py::object(py::module_::import("torch_autobatch._function_capture").attr("capture"))
+          .release();
+  return capture_in_python(py::handle(call.function), py::handle(call.arguments)).release().ptr();
 }
 
 PyObject* apply(const Applied& given_call) {

@@ -1,6 +1,7 @@
 """Custom autograd.Functions without a vmap rule: forward is captured op by op."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,75 +23,93 @@ class Context(FunctionCtx):
     saved_tensors: "tuple[Tensor | None, ...]" = ()
 
 
+_OWN = frozenset(
+    ("_forward_cls", "needs_input_grad", "to_save", "non_differentiable", "saved_tensors")
+)
+
+
 class Call:
     """One call of a Function in a block."""
 
     def __init__(self, function: type[Function], arguments: tuple[Any, ...]) -> None:
         self.function = function
+        self.inputs: list[Tensor] = []  # the tensors among the arguments, until forward has run
+        self._is_tensor = []
+        needs = []
+        for argument in arguments:
+            is_tensor = isinstance(argument, Tensor)
+            self._is_tensor.append(is_tensor)
+            needs.append(is_tensor and argument.requires_grad)
+            if is_tensor:
+                self.inputs.append(argument)
+        self._shapes = [(t.shape, t.dtype) for t in self.inputs]
         self.context = Context()
         self.context._forward_cls = function
-        self.context.needs_input_grad = tuple(
-            isinstance(a, Tensor) and a.requires_grad for a in arguments
-        )
-        self._is_tensor = tuple(isinstance(a, Tensor) for a in arguments)
-        self._inputs = [(a.shape, a.dtype) for a in arguments if isinstance(a, Tensor)]
+        self.context.needs_input_grad = tuple(needs)
         self._outputs: list[tuple[Any, ...] | None] = []  # shape, dtype, device; None: no tensor
-        self._differentiable: list[int] = []  # the outputs that have a gradient
+        self.differentiable: list[int] = []  # the outputs that have a gradient
         self._saved: list[tuple[str, Any]] = []
         self._real: dict[int, Tensor] = {}  # saved arguments that are not pending, by number
         self.shares_memory = False
 
-    def note_outputs(self, outputs: tuple[Any, ...], inputs: list[Tensor]) -> list[Tensor]:
+    def note_outputs(self, outputs: list[Any]) -> list[Tensor]:
         """Notes what forward returned and saved. Returns the outputs that have a gradient."""
         context = self.context
-        plain = {id(t) for t in context.non_differentiable or ()}
+        plain = [id(t) for t in context.non_differentiable or ()]
+        results: list[Tensor] = []
         for place, output in enumerate(outputs):
             if not isinstance(output, Tensor):
                 self._outputs.append(None)
                 continue
             self._outputs.append((output.shape, output.dtype, output.device))
             if id(output) not in plain and (output.is_floating_point() or output.is_complex()):
-                self._differentiable.append(place)
-        results = [outputs[place] for place in self._differentiable]
-        by_input = {id(t): i for i, t in enumerate(inputs)}
-        by_result = {id(t): k for k, t in enumerate(results)}
+                self.differentiable.append(place)
+                results.append(output)
         for i, tensor in enumerate(context.to_save or ()):
-            if tensor is not None and not isinstance(tensor, Tensor):
-                raise TypeError(
-                    "save_for_backward can only save variables, but argument "
-                    f"{i} is of type {type(tensor).__name__}"
-                )
-            if id(tensor) in by_input:
-                number = by_input[id(tensor)]
-                self._saved.append(("input", number))
-                if not _C.is_pending(tensor):
-                    self._real[number] = tensor
-            elif id(tensor) in by_result:
-                self._saved.append(("result", by_result[id(tensor)]))
-            else:
-                self._saved.append(("other", tensor))
+            self._note_saved(i, tensor, results)
         context.to_save = context.non_differentiable = ()
         self.shares_memory = any(
             result is given or _C.share_memory(result, given)
             for result in results
-            for given in inputs
+            for given in self.inputs
         )
         return results
 
-    def holds_history(self, inputs: list[Tensor]) -> bool:
+    def _note_saved(self, place: int, tensor: Any, results: list[Tensor]) -> None:
+        if tensor is not None and not isinstance(tensor, Tensor):
+            raise TypeError(
+                "save_for_backward can only save variables, but argument "
+                f"{place} is of type {type(tensor).__name__}"
+            )
+        for number, given in enumerate(self.inputs):
+            if given is tensor:
+                self._saved.append(("input", number))
+                if not _C.is_pending(given):
+                    self._real[number] = given
+                return
+        for number, result in enumerate(results):
+            if result is tensor:
+                self._saved.append(("result", number))
+                return
+        self._saved.append(("other", tensor))
+
+    def holds_history(self) -> bool:
         """Whether ctx holds a graph that forward made (`with torch.enable_grad()`).
 
         Backward may differentiate this graph, which must not be part of the same record.
         """
-        known = {id(t) for t in inputs}
         held: list[Any] = [tensor for kind, tensor in self._saved if kind == "other"]
-        held += vars(self.context).values()
+        held += [value for name, value in vars(self.context).items() if name not in _OWN]
         for value in held:  # grows
             if isinstance(value, list | tuple):
                 held += value
             elif isinstance(value, dict):
                 held += value.values()
-            elif isinstance(value, Tensor) and value.requires_grad and id(value) not in known:
+            elif (
+                isinstance(value, Tensor)
+                and value.requires_grad
+                and not any(value is given for given in self.inputs)
+            ):
                 return True
         return False
 
@@ -114,7 +133,7 @@ class Call:
         ``inputs`` and ``results`` contain the tensors that forward saved. ``gradients`` are those
         of the outputs that have a gradient.
         """
-        context, of_output = self.context, dict(zip(self._differentiable, gradients, strict=True))
+        context, of_output = self.context, dict(zip(self.differentiable, gradients, strict=True))
         every: list[Tensor | None] = []
         for place, meta in enumerate(self._outputs):
             gradient = of_output.get(place)
@@ -161,7 +180,7 @@ class Call:
             return None
         if not isinstance(gradient, Tensor):
             raise RuntimeError(f"expected Variable or None (got {type(gradient).__name__})")
-        shape, dtype = self._inputs[number]
+        shape, dtype = self._shapes[number]
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient.shape != shape:
@@ -263,8 +282,18 @@ class _Reapplied(Function):
         return (None, None, *[None] * ctx.count, *found)
 
 
+_why: WeakKeyDictionary[type[Function], str] = WeakKeyDictionary()
+
+
 def why_not_captured(function: type[Function]) -> str:
     """Returns why forward of the class can't be captured; "" if it can."""
+    why = _why.get(function)
+    if why is None:
+        why = _why[function] = _find_why(function)
+    return why
+
+
+def _find_why(function: type[Function]) -> str:
     if function.vjp is not Function.vjp and function.backward is not Function.backward:
         return "custom autograd.Function with a vjp and a backward staticmethod"
     module = function.__module__
@@ -282,7 +311,7 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
     Returns what ``apply`` returns.
     """
     call = Call(function, arguments)
-    inputs = [a for a in arguments if isinstance(a, Tensor)]
+    inputs = call.inputs
     with torch.no_grad():
         if function.setup_context is Function.setup_context:
             found = function.forward(call.context, *arguments)
@@ -290,12 +319,12 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
             found = function.forward(*arguments)
             function.setup_context(call.context, arguments, found)
         outputs = list(found) if isinstance(found, tuple) else [found]
-        results = call.note_outputs(tuple(outputs), inputs)
+        call.note_outputs(outputs)
         # Autograd does not return an argument itself.
         for place, output in enumerate(outputs):
             if any(output is given for given in inputs):
                 outputs[place] = output.view_as(output)
-        results = [outputs[place].detach() for place in call._differentiable]
+        results = [outputs[place].detach() for place in call.differentiable]
     if call.context.dirty_tensors:
         raise RuntimeError(
             f"{function.__name__}.forward calls ctx.mark_dirty() indirectly, which is not possible "
@@ -311,8 +340,9 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
             call.saves("input", len(inputs)),
             results,
             inputs,
-            call.holds_history(inputs),
+            call.holds_history(),
         )
-        for place, result in zip(call._differentiable, captured, strict=True):
+        for place, result in zip(call.differentiable, captured, strict=True):
             outputs[place] = result
+    call.inputs = []
     return tuple(outputs) if isinstance(found, tuple) else outputs[0]

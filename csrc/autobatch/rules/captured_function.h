@@ -61,8 +61,9 @@ struct MemberTensors {
 // The calls of a batch in backward.
 struct FunctionBackward {
   std::vector<std::shared_ptr<FunctionCall>> calls;
-  std::vector<MemberTensors> results;    // undefined where the calls did not save the result
-  std::vector<MemberTensors> inputs;     // undefined where the calls did not save the input
+  std::vector<MemberTensors> results;  // undefined where the calls did not save the result
+  // Undefined where the calls did not save the input, or where it was not pending.
+  std::vector<MemberTensors> inputs;
   std::vector<MemberTensors> gradients;  // by result
   std::vector<uint8_t> wanted;           // by input: whether a gradient is needed
   std::vector<uint8_t> shared;           // by input: whether all members have the same tensor
