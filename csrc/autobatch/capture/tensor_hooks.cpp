@@ -17,7 +17,8 @@ bool may_capture_hooks(const at::Tensor& tensor) {
   if (scope == nullptr || CellTrace::current() != nullptr) return false;
   const Scope::Lock lock(*scope);
   const Graph& graph = scope->graph();
-  if (pending.graph() != &graph) return false;
+  // After a read of the block, the tensor becomes real before its hooks.
+  if (pending.graph() != &graph || graph.open_record() != nullptr) return false;
   const Tape& tape = graph.tape();
   const ValueId base = pending.value();
   const Value& value = tape.values[base];
