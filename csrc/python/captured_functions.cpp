@@ -1,7 +1,6 @@
 #include "python/captured_functions.h"
 
 #include "autobatch/capture/capture.h"
-#include "autobatch/capture/tensor_hooks.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/shared_memory.h"
@@ -28,7 +27,7 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// A call, as Python describes it (_function_capture.Call or Hooks).
+// A call, as Python describes it (_function_capture.Call).
 class PythonCall final : public FunctionCall {
  public:
   explicit PythonCall(const py::object& object) : object_(py::object(object).release().ptr()) {}
@@ -97,11 +96,6 @@ py::tuple wrap_all(const std::vector<at::Tensor>& tensors) {
   py::tuple wrapped(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) wrapped[i] = wrap(tensors[i]);
   return wrapped;
-}
-
-void attach(const FunctionCall& call, const at::Tensor& tensor) {
-  const py::gil_scoped_acquire gil;
-  object_of(call).attr("attach")(wrap(tensor));
 }
 
 InputGradient joined(const std::vector<at::Tensor>& by_member, bool add_up) {
@@ -207,28 +201,6 @@ std::vector<at::Tensor> capture_function(const py::object& object, const Functio
   return captured;
 }
 
-}  // namespace
-
-bool capture_hooks(PyObject* self) {
-  PyObject* hooks = reinterpret_cast<THPVariable*>(self)->backward_hooks;
-  if (hooks == nullptr || PyDict_Check(hooks) == 0 || PyDict_GET_SIZE(hooks) != 0) return false;
-  const at::Tensor tensor = THPVariable_Unpack(self);
-  if (!at::GradMode::is_enabled() || !may_capture_hooks(tensor)) return false;
-  const auto module = py::module_::import("torch_autobatch._function_capture");
-  const py::object call = module.attr("Hooks")(py::handle(hooks));
-  at::Tensor detached;
-  {
-    const at::AutoGradMode no_grad(false);
-    detached = tensor.detach();
-  }
-  const FunctionTraits traits{"register_hook", false, false, /*is_hook=*/true, {0}, {0}};
-  const std::vector<at::Tensor> captured =
-      capture_function(call, traits, {detached}, {tensor}, /*eagerly=*/false);
-  return replace_value(tensor, captured[0]);
-}
-
-namespace {
-
 // share_memory(a, b)
 PyObject* share_memory_in_python(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
@@ -251,10 +223,7 @@ PyObject* capture_function_in_python(PyObject*, PyObject* args) {
                        &saved_inputs, &results, &inputs, &eagerly) == 0) {
     return nullptr;
   }
-  const FunctionTraits traits{name,
-                              shares_memory != 0,
-                              saves != 0,
-                              /*is_hook=*/false,
+  const FunctionTraits traits{name, shares_memory != 0, saves != 0,
                               py::cast<std::vector<uint8_t>>(py::handle(saved_results)),
                               py::cast<std::vector<uint8_t>>(py::handle(saved_inputs))};
   const std::vector<at::Tensor> captured =
@@ -273,7 +242,7 @@ void bind_captured_functions(PyObject* module) {
       {"capture_function", capture_function_in_python, METH_VARARGS, nullptr},
       {nullptr, nullptr, 0, nullptr}};
   if (PyModule_AddFunctions(module, methods) != 0) throw py::error_already_set();
-  set_function_host({run_backward, reapply, attach});
+  set_function_host({run_backward, reapply});
 }
 
 }  // namespace autobatch

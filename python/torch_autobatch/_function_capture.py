@@ -202,68 +202,6 @@ class Call:
         return list(_Reapplied.apply(self, len(results), *results, *inputs))  # type: ignore[no-untyped-call]
 
 
-class Hooks:
-    """The hooks of a pending tensor, which `register_hook` adds to ``hooks`` at any time.
-
-    They are the backward of a call whose forward returns its argument.
-    """
-
-    def __init__(self, hooks: dict[int, Any]) -> None:
-        self.hooks = hooks
-        self._attached = False
-
-    def gradients(
-        self, inputs: tuple[Any, ...], results: tuple[Any, ...], gradients: tuple[Tensor, ...]
-    ) -> list[Tensor]:
-        """Runs the hooks, unless autograd runs them. Returns the gradient of the argument."""
-        (gradient,) = gradients
-        return [gradient if self._attached else self._run(gradient)]
-
-    def _run(self, gradient: Tensor) -> Tensor:
-        for hook in list(self.hooks.values()):
-            found = hook(gradient)
-            if found is None:
-                continue
-            if not isinstance(found, Tensor):
-                raise TypeError(f"expected Variable, but hook returned '{type(found).__name__}'")
-            if found.shape != gradient.shape:
-                raise RuntimeError(f"hook '{_name_of(hook)}' has changed the size of value")
-            if found.dtype != gradient.dtype:
-                raise RuntimeError(f"hook '{_name_of(hook)}' has changed the type of value")
-            gradient = found
-        return gradient
-
-    def attach(self, tensor: Tensor) -> None:
-        """Registers the hooks with the autograd node of the tensor, which is real now.
-
-        Does nothing for another tensor than the program's, which the library made for the rest of
-        a divided graph.
-        """
-        if tensor._backward_hooks is self.hooks:
-            self._attached = True
-            tensor.grad_fn._register_hook_dict(tensor)  # type: ignore[union-attr]
-
-    def reapply(self, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """Returns the argument, with the hooks, for autograd itself."""
-        (argument,) = inputs
-        if argument.requires_grad:
-            has_run = self._attached  # for the gradient that arrives first
-
-            def run(gradient: Tensor) -> Tensor | None:
-                nonlocal has_run
-                if has_run:
-                    has_run = False
-                    return None
-                return self._run(gradient)
-
-            argument.register_hook(run)  # type: ignore[no-untyped-call]
-        return [argument]
-
-
-def _name_of(hook: Any) -> str:
-    return getattr(hook, "__name__", type(hook).__name__)
-
-
 class _Reapplied(Function):
     """A call whose forward has run: returns its results, and has its backward."""
 

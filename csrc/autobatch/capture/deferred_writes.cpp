@@ -5,7 +5,6 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/shared_memory.h"
-#include "autobatch/rules/captured_function.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"
 
@@ -184,7 +183,6 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   if (to.kind == ViewKind::kData) return false;
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
   const Node& maker = graph.tape().nodes[base.node];
-  if (is_hook(maker)) return false;  // hooks belong to the history from before the write
   const Signature& origin = *maker.signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;
   bool needs_grad = false;

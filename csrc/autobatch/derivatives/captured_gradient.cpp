@@ -234,7 +234,7 @@ class Derivation {
   // error for this node.
   bool is_understood(const Node& node) const {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
-    // Backward of the function, or the hooks, may write in place and read values.
+    // The user's backward may write in place and read values.
     if (is_function_results(*node.signature->op)) return false;
     if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
       return false;

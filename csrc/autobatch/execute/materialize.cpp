@@ -302,9 +302,6 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     if (!recorded) continue;
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
     torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
-    if (id == value.base && !base.is_graph_input() && is_hook(record.tape.nodes[base.node])) {
-      attach_hooks(record.tape, record.tape.nodes[base.node], handle);
-    }
   }
   memory.finish();
   if (!differentiable) return;

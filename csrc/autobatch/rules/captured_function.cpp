@@ -255,14 +255,4 @@ bool is_function_results(const OpInfo& op) {
   return op.handle.operator_name().name == "autobatch::function_results";
 }
 
-bool is_hook(const Node& node) {
-  const OpInfo* op = node.signature->op;
-  return op != nullptr && is_function_results(*op) &&
-         FunctionResultsRule::of(node).traits().is_hook;
-}
-
-void attach_hooks(const Tape& tape, const Node& node, const at::Tensor& result) {
-  function_host().attach_hooks(*FunctionResultsRule::of(node).call_of(tape, node), result);
-}
-
 }  // namespace autobatch

@@ -23,7 +23,6 @@ struct FunctionTraits {
   // Whether the result shares the memory of an argument, as in `return x.view_as(x)`.
   bool shares_memory = false;
   bool saves = false;                  // whether the call saved tensors for backward
-  bool is_hook = false;                // `register_hook`: forward returns its argument
   std::vector<uint8_t> saved_results;  // by result: whether the call saved it for backward
   std::vector<uint8_t> saved_inputs;   // by tensor argument
 
@@ -85,10 +84,6 @@ struct FunctionHost {
   std::function<std::vector<at::Tensor>(const std::shared_ptr<FunctionCall>&,
                                         at::TensorList results, at::TensorList inputs)>
       reapply;
-  // Registers the hooks of `call` with autograd, if `tensor` is the program's tensor. `tensor` has
-  // the result of `call`, and is not pending any more. From then on, `call` passes gradients on
-  // unchanged.
-  std::function<void(const FunctionCall& call, const at::Tensor& tensor)> attach_hooks;
 };
 AUTOBATCH_INTERNAL void set_function_host(FunctionHost host);
 
@@ -98,9 +93,5 @@ AUTOBATCH_INTERNAL void set_function_host(FunctionHost host);
 AUTOBATCH_INTERNAL const OpInfo& function_results_op(const FunctionTraits& traits);
 // Whether the op was returned by function_results_op().
 bool is_function_results(const OpInfo& op);
-// Whether the node stands for hooks of a tensor (FunctionTraits::is_hook).
-bool is_hook(const Node& node);
-// Registers the hooks of the node with autograd, for the result of the node.
-void attach_hooks(const Tape& tape, const Node& node, const at::Tensor& result);
 
 }  // namespace autobatch

@@ -4,7 +4,6 @@
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
-#include "python/captured_functions.h"
 #include "python/custom_functions.h"
 #include "python/deferred_checks.h"
 #include "python/fastpath/direct_calls.h"
@@ -214,8 +213,6 @@ PyObject* is_leaf(PyObject* self, void* closure) {
 PyObject* grad_fn(PyObject* self, void* closure) {
   const PendingTensor* pending = plainly_pending(self);
   if (pending != nullptr && !is_result(*pending)) Py_RETURN_NONE;
-  // Tensor.register_hook reads `grad_fn` to register the first hook there.
-  if (pending != nullptr && capture_hooks(self)) Py_RETURN_NONE;
   return node_read.original(self, closure);
 }
 

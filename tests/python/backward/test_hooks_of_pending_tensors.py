@@ -1,4 +1,4 @@
-"""Hooks of pending tensors: `register_hook` causes no flush, and the hooks run in batches."""
+"""Hooks of pending tensors: a flush comes first, and autograd calls the hooks as in eager."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch_autobatch as ab
-from helpers_capture import is_pending
 from helpers_rules import DOUBLE, assert_same, rand
 from torch import Tensor, nn
 
@@ -81,65 +80,29 @@ PROGRAMS: list[Program] = [
     reading,
     chain,
 ]
-FLUSHES = (after_a_reader, of_a_view)
-TWICE = (reversal, chain)  # linear hooks (docs/limits.md)
 
 
-def run(program: Program, enabled: bool, twice: bool = False) -> Any:
+def run(program: Program, enabled: bool) -> Any:
     torch.manual_seed(0)
     layer = nn.Linear(4, 4, dtype=DOUBLE)
     xs = [rand(n, 4).requires_grad_() for n in (3, 1, 4, 3)]
     seen: list[Any] = []
-    with ab.batch(enabled=enabled) as scope:
+    with ab.batch(enabled=enabled):
         results = [program(layer(x), seen) for x in xs]
         losses = [r.square().sum() for r in results]
     leaves = [*xs, *layer.parameters()]
-    grads = torch.autograd.grad(sum(losses), leaves, create_graph=twice)
+    grads = torch.autograd.grad(sum(losses), leaves)
     values = [*results, *grads]
-    if twice:
-        values += torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
-    return values, sorted(seen), scope.report()
-
-
-@pytest.mark.parametrize("program", TWICE)
-def test_gradients_of_gradients(program: Program) -> None:
-    values, _, _ = run(program, True, twice=True)
-    expected, _, _ = run(program, False, twice=True)
-    for k, (value, other) in enumerate(zip(values, expected, strict=True)):
-        assert_same(f"tensor {k}", value, other)
+    return values, sorted(seen)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_hook_is_called(program: Program) -> None:
-    values, seen, report = run(program, True)
-    expected, saw, _ = run(program, False)
+    values, seen = run(program, True)
+    expected, saw = run(program, False)
     for k, (value, other) in enumerate(zip(values, expected, strict=True)):
         assert_same(f"tensor {k}", value, other)
     assert seen == saw
-    if program not in FLUSHES:
-        assert len(report.flushes) == 1, str(report)
-        rows = [s for s in report.signatures if s.op == "register_hook"]
-        assert rows
-        assert all(row.batches <= 2 for row in rows), str(report)
-
-
-def test_hooks_run_in_batches() -> None:
-    layer, seen = nn.Linear(4, 4), []
-
-    def hook(g: Tensor) -> Tensor:
-        g = g * 2
-        seen.append(is_pending(g))
-        return g
-
-    def loss(n: int) -> Tensor:
-        h = layer(torch.randn(n, 4))
-        h.register_hook(hook)
-        return h.tanh().sum()
-
-    with ab.batch():
-        losses = [loss(2), loss(3)]
-    sum(losses).backward()
-    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("retain", [False, True])

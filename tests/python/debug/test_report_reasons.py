@@ -117,7 +117,7 @@ def with_requires_grad(loss: Tensor) -> None:
 
 
 def with_hook(loss: Tensor) -> None:
-    loss[None].register_hook(lambda grad: grad)
+    loss.register_hook(lambda grad: grad)
 
 
 def with_backward(loss: Tensor) -> None:

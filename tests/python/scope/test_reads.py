@@ -159,7 +159,7 @@ def test_numbers_are_given_anew_in_long_blocks() -> None:
             for step in range(1500):
                 value = (value @ w).tanh() + 0.1
                 if step % 2:
-                    assert value.grad_fn is not None
+                    value.register_hook(lambda g: g)
                 if step % 100 == 0:
                     numbers.append(value.sum().item())
                     waits.append(value.exp())
