@@ -50,6 +50,29 @@ python_error as_python(const std::exception_ptr& error) {
 GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
     : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
 
+// Code that walks the stack must stop at this frame, because the memory above belongs to the stack
+// that runs at the moment. (c10::Error walks the stack when it is constructed.) So the debugging
+// information says that the frame has no caller.
+PyObject* GreenletFiber::run(PyObject*, PyObject* args) {
+#ifdef __GCC_HAVE_DWARF2_CFI_ASM
+#if defined(__x86_64__)
+  asm volatile(".cfi_undefined rip");
+#elif defined(__aarch64__)
+  asm volatile(".cfi_undefined x30");
+#endif
+#endif
+  static_cast<GreenletFiber*>(Fiber::current())->stack_top_ = __builtin_frame_address(0);
+  PyObject* result = PyObject_CallOneArg(PyTuple_GET_ITEM(args, 0), PyTuple_GET_ITEM(args, 1));
+  asm volatile("");  // prevents a tail call, which would remove this frame
+  return result;
+}
+
+PyObject* GreenletFiber::runner() {
+  static PyMethodDef method = {"run_fiber", run, METH_VARARGS, nullptr};
+  static PyObject* const function = PyCFunction_New(&method, nullptr);
+  return function;
+}
+
 Fiber::Left GreenletFiber::leave() {
   const Gil gil;
   const Greenlets& api = Greenlets::api();
@@ -84,8 +107,8 @@ GreenletPool::GreenletPool(Scope& scope, size_t max_live)
 
 std::unique_ptr<GreenletFiber> GreenletPool::make_fiber(size_t index, PyObject* function,
                                                         PyObject* argument) {
-  Ref greenlet(Greenlets::api().make(function, hub_.get()));
-  Ref args(PyTuple_Pack(1, argument));
+  Ref greenlet(Greenlets::api().make(GreenletFiber::runner(), hub_.get()));
+  Ref args(PyTuple_Pack(2, function, argument));
   // A new greenlet has an empty context. The greenlet gets a copy of the current context, because
   // the body of a loop runs in the current context.
   const Ref context(PyContext_CopyCurrent());
@@ -99,9 +122,7 @@ std::unique_ptr<GreenletFiber> GreenletPool::make_fiber(size_t index, PyObject* 
 bool GreenletPool::enter(Fiber& entered) {
   auto& fiber = static_cast<GreenletFiber&>(entered);
   was_suspended_ = false;
-  const bool starts = fiber.stack_top_ == nullptr;
-  if (starts) fiber.stack_top_ = __builtin_frame_address(0);
-  PyObject* args = starts ? fiber.args_.get() : nullptr;
+  PyObject* args = fiber.stack_top_ == nullptr ? fiber.args_.get() : nullptr;
   Ref result(Greenlets::api().go(fiber.greenlet_.get(), args, nullptr));
   if (was_suspended_) return false;
   state_.reset();

@@ -57,11 +57,16 @@ class GreenletFiber final : public Fiber {
 
  private:
   friend class GreenletPool;
+
+  // The outermost function of each greenlet. Calls function(argument); args is (function, argument).
+  static PyObject* run(PyObject*, PyObject* args);
+  static PyObject* runner();  // run() as a Python object; the reference is borrowed
+
   GreenletPool& pool_;
   Ref greenlet_;
   Ref args_;                         // kept, so that the arguments are freed with the fiber
   FiberState::Saved state_;          // its state while it is suspended
-  const void* stack_top_ = nullptr;  // the upper end of its stack; null until it is started
+  const void* stack_top_ = nullptr;  // frame of run(); null until it is started
   std::optional<python_error> end_;  // the exception that ends the fiber
 };
 

@@ -69,11 +69,6 @@ const void* function_of(const char* module_name, const char* name) {
   return start;
 }
 
-const void* greenlet_library() {
-  static const void* found = library_of(function_of("greenlet._greenlet", "getcurrent"));
-  return found;
-}
-
 // Finds the function whose frame contains an address of the stack.
 struct Owner {
   uintptr_t address;
@@ -84,9 +79,7 @@ struct Owner {
     // The previously visited frame ends at the start of this frame, so it contains the address.
     if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
     owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
-    // The greenlet's stack ends at this frame. The memory above may now belong to another stack.
-    const void* library = library_of(owner.function);
-    return library != nullptr && library == greenlet_library() ? _URC_END_OF_STACK : _URC_NO_REASON;
+    return _URC_NO_REASON;
   }
 };
 
@@ -108,7 +101,6 @@ bool may_hold_record(const void* function) {
   static const void* const torch_python = library_of(torch_dispatcher());
   const void* library = library_of(function);
   if (library == nullptr) return true;
-  if (library == greenlet_library()) return false;
   if (library == torch_python) return function == torch_dispatcher();
   return library != python && library != core && library != aten && library != c10;
 }
@@ -120,7 +112,6 @@ bool may_hold_record(const void* function) {
 void prepare_is_in_pybind11() {
 #if defined(__GLIBCXX__) && defined(__LP64__)
   torch_dispatcher();
-  greenlet_library();
 #endif
 }
 

@@ -51,6 +51,23 @@ def test_wrong_shape_fails_at_the_users_line() -> None:
         assert_same(good.result(10), expected(model, torch.ones(4)))
 
 
+@pytest.mark.parametrize("depth", [0, 1, 40])
+def test_error_of_autograds_engine(depth: int) -> None:
+    """The error walks the C++ stack, which ends at the outermost frame of the request."""
+    layer = nn.Linear(3, 3)
+
+    def run(x: Tensor, level: int = depth) -> Any:
+        if level:
+            return next(map(run, [x], [level - 1]))
+        return torch.autograd.grad(layer(x).sum(), layer.weight)
+
+    with ab.Engine(run) as engine:
+        futures = [engine.submit(torch.ones(n, 3)) for n in range(1, 9)]
+        for future in futures:
+            with pytest.raises(RuntimeError, match="does not require grad"):
+                future.result(10)
+
+
 def test_error_of_an_op_that_runs_later() -> None:
     """An index out of range raises its error when the batch runs, which other requests share."""
     model, rng = TreeNet().eval(), random.Random(4)
