@@ -209,7 +209,12 @@ class _Reapplied(Function):
     def forward(ctx: Any, call: Call, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         made = tuple(t.view_as(t) if call.shares_memory else t.clone() for t in tensors[:count])
         ctx.call, ctx.count = call, count
-        ctx.save_for_backward(*made, *tensors[count:])
+        tensors = *made, *tensors[count:]
+        is_saved = *call.saves("result", count), *call.saves("input", len(tensors) - count)
+        # A write to a tensor that the call did not save is no error.
+        ctx.save_for_backward(
+            *(t if saved else None for t, saved in zip(tensors, is_saved, strict=True))
+        )
         ctx.set_materialize_grads(False)
         return made
 

@@ -270,7 +270,7 @@ _BY_REASON = [
     (r".* on a view made under no_grad\(\)", _LEAF_VIEW),
     (r"^(register_hook|the removal of a hook)", _HOOK),
     (r"^retain_grad", Cause("retain_grad()", "call it after the block")),
-    (r"hooks on saved tensors|^CheckpointFunction", _CHECKPOINT),
+    (r"hooks on saved tensors", _CHECKPOINT),
     (r"under a transform", _TRANSFORM),
     (r"under tracing", Cause("tracing", "trace the model outside the block")),
     (

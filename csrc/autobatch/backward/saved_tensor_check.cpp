@@ -79,8 +79,8 @@ class Trial {
 };
 
 // Returns a bit mask of the operands and results that eager saves. Bit s is operand s, and bit 32 +
-// k is result k. If the op cannot be run on zeros, returns the operands
-// and results that its rule reads.
+// k is result k. If the op cannot be run on zeros, returns the operands and results that its rule
+// reads.
 uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   const Rule& rule = *node.signature->rule;
   uint64_t saved = 0;

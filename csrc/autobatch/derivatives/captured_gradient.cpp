@@ -13,7 +13,6 @@
 #include "autobatch/derivatives/derivative_formula.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
-#include "autobatch/rules/captured_function.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"
 
@@ -235,7 +234,7 @@ class Derivation {
   bool is_understood(const Node& node) const {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
     // The user's backward may write in place and read values.
-    if (is_function_results(*node.signature->op)) return false;
+    if (node.signature->op->is_function) return false;
     if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
       return false;
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;

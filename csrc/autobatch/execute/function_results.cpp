@@ -1,7 +1,7 @@
 #include "autobatch/execute/function_results.h"
 
+#include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
-#include "autobatch/rules/captured_function.h"
 
 #include <torch/csrc/autograd/variable.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 bool is_function(const Node& node) {
   const OpInfo* op = node.signature->op;
-  return op != nullptr && is_function_results(*op);
+  return op != nullptr && op->is_function;
 }
 
 }  // namespace

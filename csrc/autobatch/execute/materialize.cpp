@@ -5,10 +5,10 @@
 #include "autobatch/common/device_traits.h"
 #include "autobatch/execute/function_results.h"
 #include "autobatch/execute/reinterpreted_views.h"
+#include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/view_roots.h"
 #include "autobatch/kernels/region_kinds.h"
-#include "autobatch/rules/captured_function.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
@@ -177,7 +177,7 @@ bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
 bool is_of_function(const Tape& tape, const Value& base) {
   if (base.is_graph_input()) return false;
   const OpInfo* op = tape.nodes[base.node].signature->op;
-  return op != nullptr && op->reinterprets && is_function_results(*op);
+  return op != nullptr && op->reinterprets && op->is_function;
 }
 
 // Returns the value whose tensor is the base of the view `id`, also if the view reads the memory of

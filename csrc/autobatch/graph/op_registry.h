@@ -80,6 +80,7 @@ struct OpInfo {
   bool cuts_gradient = false;   // `detach`: the result requires no grad
   bool reinterprets = false;    // copies memory that its result shares in eager (shared_memory.h)
   bool conjugates = false;      // `autobatch::conjugate`, which stands for `_conj`
+  bool is_function = false;     // a custom autograd.Function (rules/captured_function.h)
   bool sees_conjugate = false;  // behaves differently if its argument is a result of `_conj`
   bool unsafe_split = false;    // `unsafe_split` etc.: autograd does not treat results as views
   bool integral_only = false;   // eager raises an error for floating-point tensors

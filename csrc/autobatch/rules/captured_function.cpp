@@ -1,7 +1,6 @@
 #include "autobatch/rules/captured_function.h"
 
 #include "autobatch/common/compat.h"
-#include "autobatch/common/overlap.h"
 #include "autobatch/rules/rule.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -75,7 +75,8 @@ class FunctionResultsRule final : public Rule {
   // Backward runs the user's code, which may use autograd.
   bool below_autograd() const override { return false; }
   bool reads(size_t slot) const override {
-    if (slot < traits_.saved_results.size()) return true;  // for backward with create_graph
+    // Forward does not run again for backward with create_graph. (A view is made again.)
+    if (slot < traits_.saved_results.size()) return !traits_.shares_memory;
     return slot >= first_input() && traits_.saved_inputs[slot - first_input()] != 0;
   }
   bool reads_result(uint32_t k) const override { return traits_.saved_results[k] != 0; }
@@ -247,12 +248,9 @@ const OpInfo& function_results_op(const FunctionTraits& traits) {
     info->num_arguments = 3;
     info->rules = {new FunctionResultsRule(traits)};
     info->reinterprets = traits.shares_memory;
+    info->is_function = true;
   }
   return *info;
-}
-
-bool is_function_results(const OpInfo& op) {
-  return op.handle.operator_name().name == "autobatch::function_results";
 }
 
 }  // namespace autobatch

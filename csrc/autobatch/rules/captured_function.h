@@ -89,9 +89,7 @@ AUTOBATCH_INTERNAL void set_function_host(FunctionHost host);
 
 // Returns the op for calls with these traits. Its arguments are (results, number, inputs), where
 // `results` are the results of forward without a history, and `number` is a tensor. The OpInfo is
-// never freed.
+// never freed, and has OpInfo::is_function.
 AUTOBATCH_INTERNAL const OpInfo& function_results_op(const FunctionTraits& traits);
-// Whether the op was returned by function_results_op().
-bool is_function_results(const OpInfo& op);
 
 }  // namespace autobatch

@@ -414,11 +414,7 @@ void Scope::before_write(const at::Tensor& to) {
   weight_copies_.forget(to);
 }
 
-void Scope::keep(std::shared_ptr<void> object) {
-  if (std::find(kept_.begin(), kept_.end(), object) == kept_.end()) {
-    kept_.push_back(std::move(object));
-  }
-}
+void Scope::keep(std::shared_ptr<void> object) { kept_.insert(std::move(object)); }
 
 void Scope::relieve() {
   const Lock lock(*this);

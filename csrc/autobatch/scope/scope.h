@@ -30,6 +30,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_set>
 #include <vector>
 
 namespace autobatch {
@@ -280,7 +281,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   RecursiveSpinLock mutex_;
   DeferredChecks checks_;
   const void* own_thread_ = nullptr;  // identifies the thread that opened the scope
-  std::vector<std::shared_ptr<void>> kept_;
+  std::unordered_set<std::shared_ptr<void>> kept_;
   std::vector<OpFailure> losses_;
   int losses_kept_ = 0;
   int depth_ = 0;

@@ -105,6 +105,55 @@ def test_a_write_to_what_is_saved(saved: Any, written: str) -> None:
         assert ours == eagers
 
 
+class Scaled(Function):
+    """Returns a view of an argument that it does not save, and saves another argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return g * ctx.saved_tensors[0], None
+
+
+class KeepsGraph(Scaled):
+    """Keeps a graph in ctx, so that autograd itself records the call."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        with torch.enable_grad():
+            ctx.graph = x.detach().requires_grad_() * 2
+        ctx.save_for_backward(w)
+        return x * w
+
+
+@pytest.mark.parametrize("function", [Scaled, KeepsGraph])
+@pytest.mark.parametrize("written", ["saved", "not saved"])
+def test_a_write_after_the_block(function: Any, written: str) -> None:
+    def outcome(enabled: bool) -> Any:
+        x = torch.ones(2, 3, dtype=DOUBLE, requires_grad=True)
+        w = torch.full((3,), 2.0, dtype=DOUBLE, requires_grad=True)
+        with ab.batch(enabled=enabled):
+            hs = [x * k for k in (1, 2)]
+            loss = sum((function.apply(h, w) * 2).sum() for h in hs)
+        with torch.no_grad():
+            (w if written == "saved" else hs[0]).add_(1)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return str(error)[:60]
+        return x.grad
+
+    ours, eagers = outcome(True), outcome(False)
+    assert isinstance(eagers, Tensor) == (written == "not saved")
+    if isinstance(eagers, Tensor):
+        assert_same("gradient", ours, eagers)
+    else:
+        assert ours == eagers
+
+
 def test_errors_of_the_function_are_the_users() -> None:
     class Fails(Function):
         @staticmethod
