@@ -1,6 +1,7 @@
 #include "autobatch/capture/deferred_writes.h"
 
 #include "autobatch/capture/arguments.h"
+#include "autobatch/capture/history_requests.h"
 #include "autobatch/capture/record_call.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -182,6 +183,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   // Autograd does not notice a write through `x.data`, so its formulas read the new content.
   if (to.kind == ViewKind::kData) return false;
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
+  if (await_requests(graph, to.base)) return false;  // hooks belong to the history before the write
   const Node& maker = graph.tape().nodes[base.node];
   const Signature& origin = *maker.signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;

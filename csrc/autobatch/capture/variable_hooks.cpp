@@ -3,6 +3,7 @@
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/capture/autocast.h"
 #include "autobatch/capture/capture.h"
+#include "autobatch/capture/history_requests.h"
 #include "autobatch/capture/record_call.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/cells/cell_template.h"
@@ -122,6 +123,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
     return hooks(self, "a read of _version")._version(self);
   }
   void retain_grad(const TensorBase& self) const override {
+    if (defer_request(self, [](const Tensor& tensor) { tensor.retain_grad(); })) return;
     hooks(self, "retain_grad()").retain_grad(self);
   }
   bool retains_grad(const TensorBase& self) const override {

@@ -154,6 +154,7 @@ class Derivation {
         const ValueId id = pending->value();
         if (!value(id).requires_grad || graph_.memory_of(value(id).base) != nullptr) return false;
         if (value(id).base != id && value(value(id).base).geometry->overlapping) return false;
+        if (has_requests(tape(), value(id).base)) return false;
         by_value_.emplace_back(id, i);
         continue;
       }
@@ -235,6 +236,9 @@ class Derivation {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
     // The user's backward may write in place and read values.
     if (node.signature->op->is_function) return false;
+    for (uint32_t k = 0; k < node.num_values; ++k) {
+      if (has_requests(tape(), node.first_value + k)) return false;
+    }
     if (node.in_place && node.signature->op->in_place_formula != InPlaceFormula::kSame)
       return false;
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;

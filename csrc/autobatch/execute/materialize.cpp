@@ -304,6 +304,9 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
     torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
   }
   memory.finish();
+  for (PendingTensor* tensor : computed) {
+    if (tensor->has_requests()) tensor->answer_requests();
+  }
   if (!differentiable) return;
   std::vector<HeldMemory> memories;
   for (const auto& [base, own] : memory.all()) {

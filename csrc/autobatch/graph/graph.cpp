@@ -50,8 +50,7 @@ bool still_holds(const GraphInput& input) {
          (wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor));
 }
 
-// Returns a tensor that keeps the current memory even if the user gives `tensor` other memory
-// (`.data =`).
+// Returns a tensor that keeps the current memory even after `tensor.data = ...`.
 at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
@@ -89,10 +88,11 @@ Graph::Graph(std::shared_ptr<GeometryTable> geometries)
 Graph::~Graph() {
   static const auto kReason =
       std::make_shared<const std::string>("its scope ended before the tensor was computed");
+  std::vector<c10::intrusive_ptr<PendingTensor>> last;  // released without the lock
   const std::lock_guard<std::mutex> lock(orphans_mutex());
   bury_orphans();
   for (Value& value : tape_.values) {
-    if (value.tensor != nullptr) value.tensor->lose(kReason);
+    if (value.tensor != nullptr) last.push_back(value.tensor->lose(kReason));
   }
 }
 

@@ -165,9 +165,29 @@ void PendingTensor::become(const at::Tensor& memory, int64_t offset) {
   version_counter_ = memory.unsafeGetTensorImpl()->version_counter();
 }
 
-void PendingTensor::lose(std::shared_ptr<const std::string> reason) {
+c10::intrusive_ptr<PendingTensor> PendingTensor::lose(std::shared_ptr<const std::string> reason) {
   lost_ = std::move(reason);
+  const std::unique_ptr<Requests> requests = std::move(requests_);
   if (leave() != nullptr) release_memory();
+  return requests != nullptr ? std::move(requests->tensor) : nullptr;
+}
+
+void PendingTensor::add_request(Request request) {
+  if (requests_ == nullptr) {
+    requests_ = std::make_unique<Requests>();
+    requests_->tensor = c10::intrusive_ptr<PendingTensor>::reclaim_copy(this);
+  }
+  requests_->all.push_back(request);
+}
+
+bool PendingTensor::has_request(Request request) const {
+  return has_requests() && std::ranges::find(requests_->all, request) != requests_->all.end();
+}
+
+void PendingTensor::answer_requests() {
+  const std::unique_ptr<Requests> requests = std::move(requests_);
+  const at::Tensor tensor(requests->tensor);
+  for (const Request request : requests->all) request(tensor);
 }
 
 void PendingTensor::check_not_lost() const {
@@ -230,6 +250,14 @@ at::Tensor make_pending(Graph& graph, ValueId id) {
   auto impl = c10::make_intrusive<PendingTensor>(&graph, id);
   graph.attach(id, impl.get());
   return at::Tensor(std::move(impl));
+}
+
+bool has_requests(const Tape& tape, ValueId base) {
+  for (ValueId id = base; id != kNone; id = tape.values[id].next_view) {
+    const PendingTensor* tensor = tape.values[id].tensor;
+    if (tensor != nullptr && tensor->has_requests()) return true;
+  }
+  return false;
 }
 
 // Accepts the keys of dense tensors on devices whose memory has addresses in this program.

@@ -12,7 +12,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
+#include <memory>
+#include <string>
 #include <thread>
+#include <vector>
 
 namespace autobatch {
 
@@ -59,6 +62,17 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // Called when the last strong reference is dropped.
   void release_resources() override;
 
+  // --- requests to autograd (capture/history_requests.h) ---
+
+  // Called with the tensor when the tensor is real and has its autograd node.
+  using Request = void (*)(const at::Tensor&);
+  // Keeps the tensor alive until it is real or lost. If it becomes real, answer_requests() calls
+  // `request`.
+  void add_request(Request request);
+  bool has_requests() const { return requests_ != nullptr; }
+  AUTOBATCH_INTERNAL bool has_request(Request request) const;
+  void answer_requests();
+
   // --- for a host that keeps its tensor objects for reuse ---
 
   // Marks the tensor as made by a host that keeps its tensor objects for reuse.
@@ -77,8 +91,10 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   // `memory`.
   void become(const at::Tensor& memory, int64_t offset);
   // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
-  // error with `reason`, which describes the failure that caused the loss.
-  void lose(std::shared_ptr<const std::string> reason);
+  // error with `reason`, which describes the failure that caused the loss. Drops the requests.
+  // Returns the reference that has kept the tensor alive, or null. No lock may be held when it is
+  // released.
+  c10::intrusive_ptr<PendingTensor> lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
   const std::shared_ptr<const std::string>& reason() const { return lost_; }
   // Raises an error if the tensor is lost.
@@ -103,6 +119,11 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   void require_data() const;
   const char* tensorimpl_type_name() const override { return "PendingTensor"; }
 
+  struct Requests {
+    c10::intrusive_ptr<PendingTensor> tensor;
+    std::vector<Request> all;
+  };
+
   std::atomic<Graph*> graph_;  // null when computed or lost
   std::atomic<ValueId> value_;
   std::thread::id owner_ = std::this_thread::get_id();
@@ -111,6 +132,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   bool has_new_flags_ = true;        // the flags about strides are as in a new tensor
   PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless PyTorch has replaced it
   std::shared_ptr<const std::string> lost_;
+  std::unique_ptr<Requests> requests_;
 };
 
 // Returns the pending or lost tensor behind `tensor`, or null for an ordinary tensor.
@@ -125,6 +147,9 @@ inline PendingTensor* as_pending(const at::TensorBase& tensor) {
 
 // Returns a new tensor that stands for the value.
 AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
+
+// Whether a tensor on the memory of `base` has requests.
+bool has_requests(const Tape& tape, ValueId base);
 
 // Whether the dispatch keys are the keys of an ordinary dense tensor or of a pending one.
 bool is_plain(const c10::TensorImpl& tensor);

@@ -1,5 +1,6 @@
 #include "python/fastpath/patches.h"
 
+#include "autobatch/capture/history_requests.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -209,10 +210,30 @@ PyObject* is_leaf(PyObject* self, void* closure) {
   return leaf_read.original(self, closure);
 }
 
+// Called when the tensor has its autograd node.
+void attach_hooks(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire gil;
+  const auto self = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+  const py::object node = self.attr("grad_fn");
+  if (!node.is_none()) node.attr("_register_hook_dict")(self);
+}
+
+// Tensor.register_hook reads `grad_fn` to add the tensor's dict of hooks to the autograd node. The
+// dict is new and still empty then. Returns whether the dict waits for the node instead.
+bool defer_hooks(PyObject* self) {
+  PyObject* hooks = reinterpret_cast<THPVariable*>(self)->backward_hooks;
+  const bool registers =
+      hooks != nullptr && PyDict_Check(hooks) != 0 && PyDict_GET_SIZE(hooks) == 0;
+  const at::Tensor& tensor = THPVariable_Unpack(self);
+  return registers && !as_pending(tensor)->has_request(attach_hooks) &&
+         defer_request(tensor, attach_hooks);
+}
+
 // This getter is called often: nn.Module reads the `grad_fn` of each parameter that it registers.
 PyObject* grad_fn(PyObject* self, void* closure) {
   const PendingTensor* pending = plainly_pending(self);
   if (pending != nullptr && !is_result(*pending)) Py_RETURN_NONE;
+  if (pending != nullptr && defer_hooks(self)) Py_RETURN_NONE;
   return node_read.original(self, closure);
 }
 

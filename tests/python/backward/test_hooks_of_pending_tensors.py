@@ -1,4 +1,4 @@
-"""Hooks of pending tensors: a flush comes first, and autograd calls the hooks as in eager."""
+"""Hooks of pending tensors cause no flush, and autograd calls the hooks as in eager."""
 
 from __future__ import annotations
 
@@ -70,6 +70,46 @@ def chain(h: Tensor, seen: list[Any]) -> Tensor:
     return z * h
 
 
+def retained(h: Tensor, seen: list[Any]) -> Tensor:
+    y = h.tanh()
+    y.retain_grad()
+    y.register_hook(lambda g: (seen.append(y.grad is None), g * 2)[1])
+    return y * h
+
+
+def removed(h: Tensor, seen: list[Any]) -> Tensor:
+    y = h.tanh()
+    y.register_hook(lambda g: g * 100).remove()
+    return y * h
+
+
+def of_several_results(h: Tensor, seen: list[Any]) -> Tensor:
+    a, b = h.split(2, dim=1)
+    b.register_hook(lambda g: g * 2)
+    return a.sin() * b
+
+
+def of_a_detached_leaf(h: Tensor, seen: list[Any]) -> Tensor:
+    y = h.detach().requires_grad_()
+    y.register_hook(lambda g: seen.append(tuple(g.shape)))
+    return h * y
+
+
+def written_before(h: Tensor, seen: list[Any]) -> Tensor:
+    y = h.sin()
+    y.mul_(2)
+    y.register_hook(lambda g: g * 2)
+    return y * h
+
+
+def written_later(h: Tensor, seen: list[Any]) -> Tensor:
+    y = h.sin()
+    y.register_hook(lambda g: seen.append(tuple(g.shape)))
+    y[:1].mul_(2)
+    return y * h
+
+
+FLUSHES = (of_a_view, of_several_results, of_a_detached_leaf, written_before, written_later)
 PROGRAMS: list[Program] = [
     reversal,
     observer,
@@ -79,6 +119,12 @@ PROGRAMS: list[Program] = [
     of_a_view,
     reading,
     chain,
+    retained,
+    removed,
+    of_several_results,
+    of_a_detached_leaf,
+    written_before,
+    written_later,
 ]
 
 
@@ -87,22 +133,24 @@ def run(program: Program, enabled: bool) -> Any:
     layer = nn.Linear(4, 4, dtype=DOUBLE)
     xs = [rand(n, 4).requires_grad_() for n in (3, 1, 4, 3)]
     seen: list[Any] = []
-    with ab.batch(enabled=enabled):
+    with ab.batch(enabled=enabled) as scope:
         results = [program(layer(x), seen) for x in xs]
         losses = [r.square().sum() for r in results]
     leaves = [*xs, *layer.parameters()]
     grads = torch.autograd.grad(sum(losses), leaves)
     values = [*results, *grads]
-    return values, sorted(seen)
+    return values, sorted(seen), scope.report()
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_hook_is_called(program: Program) -> None:
-    values, seen = run(program, True)
-    expected, saw = run(program, False)
+    values, seen, report = run(program, True)
+    expected, saw, _ = run(program, False)
     for k, (value, other) in enumerate(zip(values, expected, strict=True)):
         assert_same(f"tensor {k}", value, other)
     assert seen == saw
+    if program not in FLUSHES:
+        assert len(report.flushes) == 1, str(report)
 
 
 @pytest.mark.parametrize("retain", [False, True])

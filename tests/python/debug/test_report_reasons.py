@@ -117,7 +117,9 @@ def with_requires_grad(loss: Tensor) -> None:
 
 
 def with_hook(loss: Tensor) -> None:
-    loss.register_hook(lambda grad: grad)
+    scaled = loss * 2
+    scaled.mul_(2)
+    scaled.register_hook(lambda grad: grad)
 
 
 def with_backward(loss: Tensor) -> None:

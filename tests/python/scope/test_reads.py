@@ -120,7 +120,7 @@ def program(seed: int, steps: int, w: nn.Parameter, batched: bool) -> tuple[list
             elif kind == 8:
                 read.append(values[i].detach().numpy().copy().tolist())
             elif kind == 9:
-                values[i].register_hook(lambda g: g * 0.5)  # a hook closes the record
+                values[i].register_hook(lambda g: g * 0.5)
             elif kind == 10:
                 held.append(values[i])
             else:
@@ -159,7 +159,7 @@ def test_numbers_are_given_anew_in_long_blocks() -> None:
             for step in range(1500):
                 value = (value @ w).tanh() + 0.1
                 if step % 2:
-                    value.register_hook(lambda g: g)
+                    assert value.grad_fn is not None
                 if step % 100 == 0:
                     numbers.append(value.sum().item())
                     waits.append(value.exp())

@@ -1,0 +1,42 @@
+#include "autobatch/capture/history_requests.h"
+
+#include "autobatch/capture/capture.h"
+#include "autobatch/cells/cell_template.h"
+#include "autobatch/scope/scope.h"
+
+namespace autobatch {
+
+namespace {
+
+// The graph that got this thread's last request, and its numbering then.
+struct Asked {
+  const Graph* graph = nullptr;
+  uint64_t numbering = 0;
+};
+thread_local Asked asked;
+
+}  // namespace
+
+bool await_requests(const Graph& graph, ValueId base) {
+  const bool recent = asked.graph == &graph && asked.numbering == graph.numbering();
+  return recent || has_requests(graph.tape(), base);
+}
+
+bool defer_request(const at::TensorBase& tensor, PendingTensor::Request request) {
+  PendingTensor* pending = as_pending(tensor);
+  Scope* scope = pending != nullptr ? capturing_scope() : nullptr;
+  if (scope == nullptr || CellTrace::current() != nullptr) return false;
+  const Scope::Lock lock(*scope);
+  Graph& graph = scope->graph();
+  if (pending->graph() != &graph || !is_result(*pending)) return false;
+  const ValueId id = pending->value();
+  const Value& value = graph.value(id);
+  if (value.base != id || value.is_graph_input() || graph.has_writes()) return false;
+  // Eager calls the hooks of several results of one node together.
+  if (graph.tape().nodes[value.node].num_values != 1) return false;
+  pending->add_request(request);
+  asked = {&graph, graph.numbering()};
+  return true;
+}
+
+}  // namespace autobatch
