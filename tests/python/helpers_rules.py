@@ -46,6 +46,25 @@ def assert_same(what: str, value: Tensor | None, expected: Tensor | None) -> Non
     )
 
 
+def gradient_or_error(loss: Tensor, leaf: Tensor) -> Any:
+    """Runs backward. Returns the gradient of the leaf, or the error."""
+    try:
+        loss.backward()
+    except (RuntimeError, TypeError, ZeroDivisionError) as error:
+        return type(error), str(error)[:60]
+    return leaf.grad
+
+
+def assert_same_outcome(outcome: Callable[[bool], Any]) -> Any:
+    """Compares outcome(True), which batches, with outcome(False). Returns the second one."""
+    ours, eagers = outcome(True), outcome(False)
+    if isinstance(eagers, Tensor):
+        assert_same("gradient", ours, eagers)
+    else:
+        assert ours == eagers
+    return eagers
+
+
 def run(
     function: Callable[..., Any],
     instances: Sequence[Any],

@@ -183,7 +183,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   // Autograd does not notice a write through `x.data`, so its formulas read the new content.
   if (to.kind == ViewKind::kData) return false;
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
-  if (await_requests(graph, to.base)) return false;  // hooks belong to the history before the write
+  if (must_flush_before_write(graph, to.base)) return false;
   const Node& maker = graph.tape().nodes[base.node];
   const Signature& origin = *maker.signature;
   if (origin.context.inference_mode != c10::InferenceMode::is_enabled()) return false;

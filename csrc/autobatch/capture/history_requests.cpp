@@ -5,20 +5,20 @@
 #include "autobatch/scope/scope.h"
 
 namespace autobatch {
-
 namespace {
 
-// The graph that got this thread's last request, and its numbering then.
-struct Asked {
+// The graph of this thread's last request, and the numbering of the graph at that time. A flush
+// that answers requests usually changes the numbering.
+struct LastRequest {
   const Graph* graph = nullptr;
   uint64_t numbering = 0;
 };
-thread_local Asked asked;
+thread_local LastRequest last_request;
 
 }  // namespace
 
-bool await_requests(const Graph& graph, ValueId base) {
-  const bool recent = asked.graph == &graph && asked.numbering == graph.numbering();
+bool must_flush_before_write(const Graph& graph, ValueId base) {
+  const bool recent = last_request.graph == &graph && last_request.numbering == graph.numbering();
   return recent || has_requests(graph.tape(), base);
 }
 
@@ -35,7 +35,7 @@ bool defer_request(const at::TensorBase& tensor, PendingTensor::Request request)
   // Eager calls the hooks of several results of one node together.
   if (graph.tape().nodes[value.node].num_values != 1) return false;
   pending->add_request(request);
-  asked = {&graph, graph.numbering()};
+  last_request = {&graph, graph.numbering()};
   return true;
 }
 

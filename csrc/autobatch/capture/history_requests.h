@@ -1,19 +1,19 @@
-// Requests to autograd about a pending tensor, such as `register_hook` and `retain_grad`. They wait
-// until the tensor is real, so they cause no flush.
+// Requests to autograd about a pending tensor, such as `register_hook` and `retain_grad`. A request
+// waits until the tensor is real. So a request causes no flush.
 #pragma once
 
 #include "autobatch/graph/pending_tensor.h"
 
 namespace autobatch {
 
-// Makes the request wait, and keeps the tensor alive until then. Returns false if the request must
-// be made now: the tensor is not pending, is not the only result of an op with a history, or is a
-// view; the block has captured writes; or the call is traced.
+// Stores the request in the tensor, and keeps the tensor alive until the flush that makes it real.
+// This flush calls the request. Returns false if the caller has to flush instead: if the tensor is
+// not pending, has no autograd history, is a view or one of several results of an op, if the block
+// has captured writes, or if the call is traced.
 AUTOBATCH_INTERNAL bool defer_request(const at::TensorBase& tensor, PendingTensor::Request request);
 
-// Whether requests wait that a write to the memory of `base` must not precede. A hook of a written
-// tensor lacks the gradient of pieces that were read (docs/limits.md), so the first write after a
-// request is not captured.
-bool await_requests(const Graph& graph, ValueId base);
+// Whether a write to the memory of `base` must flush first, because a request waits. The reason is
+// that a hook of a tensor does not get the gradient of written pieces (docs/limits.md).
+bool must_flush_before_write(const Graph& graph, ValueId base);
 
 }  // namespace autobatch

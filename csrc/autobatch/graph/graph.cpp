@@ -88,7 +88,7 @@ Graph::Graph(std::shared_ptr<GeometryTable> geometries)
 Graph::~Graph() {
   static const auto kReason =
       std::make_shared<const std::string>("its scope ended before the tensor was computed");
-  std::vector<c10::intrusive_ptr<PendingTensor>> last;  // released without the lock
+  std::vector<c10::intrusive_ptr<PendingTensor>> last;  // destroyed after the lock is released
   const std::lock_guard<std::mutex> lock(orphans_mutex());
   bury_orphans();
   for (Value& value : tape_.values) {

@@ -64,7 +64,8 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
 
   // --- requests to autograd (capture/history_requests.h) ---
 
-  // Called with the tensor when the tensor is real and has its autograd node.
+  // A function that is called once the tensor is real and has its autograd node. The argument is
+  // the tensor.
   using Request = void (*)(const at::Tensor&);
   // Keeps the tensor alive until it is real or lost. If it becomes real, answer_requests() calls
   // `request`.
@@ -92,8 +93,8 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   void become(const at::Tensor& memory, int64_t offset);
   // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
   // error with `reason`, which describes the failure that caused the loss. Drops the requests.
-  // Returns the reference that has kept the tensor alive, or null. No lock may be held when it is
-  // released.
+  // Returns the reference by which the requests have kept the tensor alive, or null. Releasing the
+  // reference may destroy the tensor.
   c10::intrusive_ptr<PendingTensor> lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
   const std::shared_ptr<const std::string>& reason() const { return lost_; }

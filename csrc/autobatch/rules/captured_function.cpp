@@ -75,7 +75,8 @@ class FunctionResultsRule final : public Rule {
   // Backward runs the user's code, which may use autograd.
   bool below_autograd() const override { return false; }
   bool reads(size_t slot) const override {
-    // Forward does not run again for backward with create_graph. (A view is made again.)
+    // For backward with create_graph, the saved results are read, because forward does not run
+    // again. Only a view is made again.
     if (slot < traits_.saved_results.size()) return !traits_.shares_memory;
     return slot >= first_input() && traits_.saved_inputs[slot - first_input()] != 0;
   }

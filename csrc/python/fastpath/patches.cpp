@@ -210,7 +210,7 @@ PyObject* is_leaf(PyObject* self, void* closure) {
   return leaf_read.original(self, closure);
 }
 
-// Called when the tensor has its autograd node.
+// Adds the tensor's dict of hooks to the tensor's autograd node.
 void attach_hooks(const at::Tensor& tensor) {
   const py::gil_scoped_acquire gil;
   const auto self = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
@@ -218,8 +218,9 @@ void attach_hooks(const at::Tensor& tensor) {
   if (!node.is_none()) node.attr("_register_hook_dict")(self);
 }
 
-// Tensor.register_hook reads `grad_fn` to add the tensor's dict of hooks to the autograd node. The
-// dict is new and still empty then. Returns whether the dict waits for the node instead.
+// Called when the program reads `grad_fn`. Tensor.register_hook reads it to add the tensor's dict
+// of hooks, which is new and empty, to the autograd node. If that is the case, and the dict can
+// wait for the node, returns true. Then `grad_fn` must be None, so that register_hook adds nothing.
 bool defer_hooks(PyObject* self) {
   PyObject* hooks = reinterpret_cast<THPVariable*>(self)->backward_hooks;
   const bool registers =

@@ -50,9 +50,9 @@ python_error as_python(const std::exception_ptr& error) {
 GreenletFiber::GreenletFiber(GreenletPool& pool, size_t index, Ref greenlet, Ref args)
     : Fiber(pool, index), pool_(pool), greenlet_(std::move(greenlet)), args_(std::move(args)) {}
 
-// Code that walks the stack must stop at this frame, because the memory above belongs to the stack
-// that runs at the moment. (c10::Error walks the stack when it is constructed.) So the debugging
-// information says that the frame has no caller.
+// Code that walks the stack (such as the constructor of c10::Error) must stop at this frame,
+// because the memory above the frame belongs to another stack. The unwind information of the frame
+// therefore says that the frame has no caller.
 PyObject* GreenletFiber::run(PyObject*, PyObject* args) {
 #ifdef __GCC_HAVE_DWARF2_CFI_ASM
 #if defined(__x86_64__)

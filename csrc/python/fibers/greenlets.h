@@ -58,8 +58,8 @@ class GreenletFiber final : public Fiber {
  private:
   friend class GreenletPool;
 
-  // The outermost function of each greenlet. args is (function, argument); calls
-  // function(argument).
+  // The outermost function of each greenlet. Calls function(argument), where `args` is the tuple
+  // (function, argument).
   static PyObject* run(PyObject*, PyObject* args);
   static PyObject* runner();  // run() as a Python object; the reference is borrowed
 

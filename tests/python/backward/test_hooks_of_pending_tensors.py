@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch_autobatch as ab
-from helpers_rules import DOUBLE, assert_same, rand
+from helpers_rules import DOUBLE, assert_same, assert_same_outcome, gradient_or_error, rand
 from torch import Tensor, nn
 
 Program = Callable[[Tensor, list[Any]], Tensor]
@@ -235,14 +238,27 @@ def test_what_a_hook_may_not_return(hook: Any) -> None:
                 h.register_hook(hook)
                 losses.append(h.sin().sum())
             del h
-        try:
-            sum(losses).backward()
-        except (RuntimeError, TypeError, ZeroDivisionError) as error:
-            return type(error), str(error)[:40]
-        return x.grad
+        return gradient_or_error(sum(losses), x)
 
-    ours, eagers = outcome(True), outcome(False)
-    if isinstance(eagers, Tensor):
-        assert_same("gradient", ours, eagers)
-    else:
-        assert ours == eagers
+    assert_same_outcome(outcome)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_hook_does_not_keep_its_tensor(fails: bool) -> None:
+    """The tensor is freed when the block has ended, also if the tensor was never computed."""
+    w = rand(3).requires_grad_()
+    with contextlib.suppress(ValueError), ab.batch(adaptive=False):
+        h = w * 2
+        h.register_hook(lambda g: g * 2)
+        h.retain_grad()
+        tensor = weakref.ref(h)
+        loss = h.sum()
+        del h
+        assert tensor() is not None
+        if fails:
+            raise ValueError
+    if not fails:
+        loss.backward()
+        torch.testing.assert_close(w.grad, torch.full_like(w, 4))
+    gc.collect()
+    assert tensor() is None

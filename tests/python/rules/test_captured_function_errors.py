@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch_autobatch as ab
 from helpers_captured_functions import Exp, Reversed, Sign
-from helpers_rules import DOUBLE, assert_same, rand
+from helpers_rules import DOUBLE, assert_same_outcome, gradient_or_error, rand
 from torch import Tensor
 from torch.autograd import Function
 
@@ -51,17 +51,9 @@ def test_what_backward_may_not_return(name: str) -> None:
         x = torch.ones(3, dtype=DOUBLE, requires_grad=True)
         with ab.batch(enabled=enabled):
             loss = sum(Wrong.apply(x * k, 1).sum() for k in (1, 2))
-        try:
-            loss.backward()
-        except (RuntimeError, TypeError) as error:
-            return type(error), str(error)[:60]
-        return x.grad
+        return gradient_or_error(loss, x)
 
-    ours, eagers = outcome(True), outcome(False)
-    if isinstance(eagers, Tensor):
-        assert_same("gradient", ours, eagers)
-    else:
-        assert ours == eagers
+    assert_same_outcome(outcome)
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -92,17 +84,9 @@ def test_a_write_to_what_is_saved(saved: Any, written: str) -> None:
             loss = (y * 2).sum() if written == "argument" else y.sum()
             with torch.no_grad():
                 (h if written == "argument" else y).add_(1)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            return str(error)[:60]
-        return x.grad
+        return gradient_or_error(loss, x)
 
-    ours, eagers = outcome(True), outcome(False)
-    if isinstance(eagers, Tensor):
-        assert_same("gradient", ours, eagers)
-    else:
-        assert ours == eagers
+    assert_same_outcome(outcome)
 
 
 class Scaled(Function):
@@ -140,18 +124,10 @@ def test_a_write_after_the_block(function: Any, written: str) -> None:
             loss = sum((function.apply(h, w) * 2).sum() for h in hs)
         with torch.no_grad():
             (w if written == "saved" else hs[0]).add_(1)
-        try:
-            loss.backward()
-        except RuntimeError as error:
-            return str(error)[:60]
-        return x.grad
+        return gradient_or_error(loss, x)
 
-    ours, eagers = outcome(True), outcome(False)
+    eagers = assert_same_outcome(outcome)
     assert isinstance(eagers, Tensor) == (written == "not saved")
-    if isinstance(eagers, Tensor):
-        assert_same("gradient", ours, eagers)
-    else:
-        assert ours == eagers
 
 
 def test_errors_of_the_function_are_the_users() -> None:
