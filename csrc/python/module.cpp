@@ -13,6 +13,7 @@
 #include "python/fastpath/patches.h"
 #include "python/fastpath/tensor_objects.h"
 #include "python/fibers/fibers.h"
+#include "python/fibers/frame_memory.h"
 #include "python/gradients.h"
 #include "python/report.h"
 
@@ -193,6 +194,7 @@ void set_switch(const std::string& name, bool on) {
     if (s->name() != name) continue;
     s->set(on);
     autobatch::free_waiting_objects();  // the objects that tensor_objects keeps
+    autobatch::free_frame_memory();
     return;
   }
   throw py::value_error("set_switch: there is no switch '" + name +

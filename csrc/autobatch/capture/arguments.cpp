@@ -77,6 +77,16 @@ bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
   return !reads;
 }
 
+bool needs_flush(const Scope& scope, at::ArrayRef<c10::IValue> arguments) {
+  bool pending = false;
+  for (const c10::IValue& value : arguments) {
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      pending |= as_pending(tensor) != nullptr && !scope.is_constant(tensor);
+    });
+  }
+  return pending;
+}
+
 void make_real(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, const char* separator,
                const char* reason) {
   c10::SmallVector<PendingTensor*, 8> pending;

@@ -105,7 +105,7 @@ inline bool has_capture_reasons(const CaptureState& state, at::ArrayRef<c10::IVa
 
 // Whether a call without CaptureReasons may run eagerly. The call may run eagerly if ops on
 // ordinary data are not captured (set_captures_data) and no cell or formula is being traced. In
-// addition, no buffer may wait for a captured write (running_statistics.h).
+// addition, no buffer may wait for a captured write (memory_updates.h).
 inline bool may_pass(const CaptureState& state) {
   return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());
@@ -124,6 +124,9 @@ void for_each_written(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
     });
   }
 }
+
+// Whether an argument is pending. The results of factories need no flush.
+bool needs_flush(const Scope& scope, at::ArrayRef<c10::IValue> arguments);
 
 // Computes the pending arguments. The reason in the report is the op's name, followed by
 // `separator` and `reason`.

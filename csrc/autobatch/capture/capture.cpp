@@ -5,6 +5,7 @@
 #include "autobatch/capture/deferred_writes.h"
 #include "autobatch/capture/known_values.h"
 #include "autobatch/capture/masked_select.h"
+#include "autobatch/capture/memory_updates.h"
 #include "autobatch/capture/out_variants.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/capture/shape_inference.h"
@@ -47,7 +48,7 @@ class Call {
 
   void run() {
     if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
-    if (scope_.graph().has_stale() && !is_training_norm()) {
+    if (scope_.graph().has_stale() && !may_update()) {
       finish_updates(scope_, info_.name, arguments());
     }
     if (info_.index_argument >= 0) look_at_indices();
@@ -126,8 +127,10 @@ class Call {
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
 
-  bool is_training_norm() const {
-    return info_.keeps_statistics && info_.action_on(arguments()) == Action::kMutate;
+  // Whether the call may become an update of memory that is stale already.
+  bool may_update() const {
+    return info_.action_on(arguments()) == Action::kMutate &&
+           (info_.keeps_statistics || is_update(scope_, info_, arguments()));
   }
   static bool is_captured(const Scan& s) { return s.plain && (s.pending || s.is_recorded); }
 
@@ -331,7 +334,8 @@ class Call {
     if (flush_shared_memory(scope_, info_, arguments())) return at_once("writes to its arguments");
     const bool may_defer = s.plain && !left_to_eager_;
     if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;
-    if (may_defer && record_write(scope_, info_, arguments())) {
+    if (may_defer &&
+        (record_write(scope_, info_, arguments()) || record_update(scope_, info_, arguments()))) {
       return give({arguments()[0].toTensor()}, false);
     }
     if (at::Tensor result; !left_to_eager_ && info_.keeps_statistics && is_captured(s) &&
@@ -342,6 +346,7 @@ class Call {
     if (is_captured(s) && writes_in_parts(info_) && !left_to_eager_) {
       return named([this] { run_composite(); });
     }
+    const ClaimsHeld claims = claim_written(scope_, info_, arguments());
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
     if (any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); })) {
@@ -373,15 +378,9 @@ class Call {
     }
   }
 
-  // Adds the call to the report, if it causes a flush. The results of factories need no flush.
+  // Adds the call to the report, if it causes a flush.
   void note_at_once(const char* reason) {
-    bool pending = false;
-    for (const c10::IValue& value : arguments()) {
-      for_each_tensor(value, [&](const at::Tensor& tensor) {
-        pending |= as_pending(tensor) != nullptr && !scope_.is_constant(tensor);
-      });
-    }
-    if (pending) scope_.note_at_once(info_.name, reason);
+    if (needs_flush(scope_, arguments())) scope_.note_at_once(info_.name, reason);
   }
 
   // Runs an op that returns one truth value (OpInfo::is_verdict) on the result of a factory,

@@ -1,16 +1,13 @@
 #include "autobatch/capture/running_statistics.h"
 
-#include "autobatch/capture/record_call.h"
-#include "autobatch/common/compat.h"
+#include "autobatch/capture/memory_updates.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/var.h>
 #include <ATen/ops/var_mean.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
 #include <tuple>
@@ -33,11 +30,6 @@ bool is_statistic(const Graph& graph, const c10::IValue& argument, const Tensor&
   return graph.is_stale(buffer) || !graph.reads_storage_of(buffer);
 }
 
-bool is_stale(const Graph& graph, const Tensor& tensor) {
-  return as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided && !tensor.is_meta() &&
-         graph.is_stale(tensor);
-}
-
 // Returns the variance and the mean of each channel of x [N, C, ...]. If one dimension is left to
 // reduce, `var` and `mean` are called separately, because both have native rules for any length.
 std::tuple<Tensor, Tensor> statistics(Tensor x) {
@@ -52,13 +44,14 @@ std::tuple<Tensor, Tensor> statistics(Tensor x) {
   return at::var_mean(x, dims, correction);
 }
 
-void finish(Scope& scope, const std::string& reason) {
-  c10::SmallVector<PendingTensor*, 8> waiting;
-  for (const StatisticsUpdate& update : scope.updates()) {
-    if (PendingTensor* pending = as_pending(update.source)) waiting.push_back(pending);
-  }
-  if (!waiting.empty()) scope.compute(waiting, reason);
-  apply_updates(scope);
+// Keeps target = (1 - momentum) * target + momentum * source for later. Eager's kernel of
+// batch_norm does not increase the version counter of the target.
+void add_momentum_update(Scope& scope, const Tensor& target, const Tensor& source,
+                         double momentum) {
+  static const c10::OperatorHandle mul = find_op("aten::mul_", "Scalar").handle;
+  static const c10::OperatorHandle add = find_op("aten::add_", "Tensor").handle;
+  add_update(scope, mul, {target, 1 - momentum});
+  add_update(scope, add, {target, source, momentum});
 }
 
 }  // namespace
@@ -84,43 +77,9 @@ bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue>
   Tensor data = x.detach();
   if (data.scalar_type() != mean.scalar_type()) data = data.to(mean.scalar_type());
   const auto [var_of_x, mean_of_x] = statistics(data);
-  scope.updates().push_back({mean, mean_of_x, momentum});
-  scope.updates().push_back({variance, var_of_x, momentum});
-  graph.note_stale(mean);
-  graph.note_stale(variance);
+  add_momentum_update(scope, mean, mean_of_x, momentum);
+  add_momentum_update(scope, variance, var_of_x, momentum);
   return true;
-}
-
-void apply_updates(Scope& scope) {
-  auto& updates = scope.updates();
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  // Eager's batch_norm kernel does not increase the version counters either.
-  const at::AutoDispatchBelowADInplaceOrView unseen;
-  while (!updates.empty()) {
-    const auto* pending = as_pending(updates.front().source);
-    if (pending != nullptr && !pending->is_lost()) return;
-    if (pending != nullptr) break;  // the value was lost: drop all updates
-    StatisticsUpdate& update = updates.front();
-    update.target.mul_(1 - update.momentum).add_(update.source, update.momentum);
-    updates.pop_front();
-  }
-  updates.clear();
-  scope.graph().forget_stale();
-}
-
-void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments) {
-  bool stale = false;
-  for (const c10::IValue& argument : arguments) {
-    for_each_tensor(
-        argument, [&](const Tensor& tensor) { stale = stale || is_stale(scope.graph(), tensor); });
-  }
-  if (stale) finish(scope, op + ": needs running statistics");
-}
-
-void finish_updates(const Tensor& tensor, const char* read) {
-  Scope* scope = Scope::current();
-  if (scope == nullptr || !scope->graph().has_stale() || !is_stale(scope->graph(), tensor)) return;
-  finish(*scope, std::string(read) + " of running statistics");
 }
 
 }  // namespace autobatch

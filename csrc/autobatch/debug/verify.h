@@ -32,6 +32,7 @@ class Verifier {
   struct Expected {
     at::Tensor tensor;
     std::string site;
+    double tolerance = 0;  // that of the least exact dtype among the values it is computed from
   };
   std::unordered_map<ValueId, Expected> expected_;
 };

@@ -99,14 +99,9 @@ Graph::~Graph() {
 ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   if (const PendingTensor* pending = as_pending(impl)) return current(pending->value());
-  const auto found = graph_input_index_.find(impl);
-  if (found != graph_input_index_.end()) {
-    tape_.graph_inputs[tape_.values[found->second].index].is_weight |= weight;
-    const Value& seen = tape_.values[found->second];
-    if (seen.requires_grad == wants_gradient(tensor) &&
-        still_holds(tape_.graph_inputs[seen.index])) {
-      return found->second;
-    }
+  if (const ValueId found = find_graph_input(tensor); found != kNone) {
+    tape_.graph_inputs[tape_.values[found].index].is_weight |= weight;
+    return found;
   }
   return add_graph_input(tensor, weight);
 }
@@ -435,29 +430,31 @@ uint64_t Graph::identity(const Value& value) const {
   return (renumbered_ + value.base) << 1 | 1;
 }
 
+// Whether the graph input reads the storage.
+static bool is_over(const GraphInput& input, const c10::StorageImpl* storage) {
+  return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage;
+}
+
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
   // A graph input over the storage would hold a second reference.
   if (!tensor.defined() || !tensor.has_storage() || tensor.storage().use_count() == 1) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   return std::any_of(
-      tape_.graph_inputs.begin(), tape_.graph_inputs.end(), [&](const GraphInput& input) {
-        return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage &&
-               is_awaited(input.value);
-      });
+      tape_.graph_inputs.begin(), tape_.graph_inputs.end(),
+      [&](const GraphInput& input) { return is_over(input, storage) && is_awaited(input.value); });
 }
 
 bool Graph::is_stale(const at::Tensor& tensor) const {
-  if (stale_.empty() || !tensor.has_storage()) return false;
-  return stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
+  return !stale_.empty() && tensor.has_storage() &&
+         stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
 }
 
 void Graph::note_stale(const at::Tensor& tensor) {
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
-  if (!stale_.insert(storage).second) return;
+  if (++stale_[storage] > 1) return;
   // Removes the graph inputs over the storage from the indices, so that a later use adds a new one.
   const auto is_of = [&](ValueId id) {
-    const GraphInput& input = tape_.graph_inputs[tape_.values[id].index];
-    return input.data.defined() && input.data.storage().unsafeGetStorageImpl() == storage;
+    return is_over(tape_.graph_inputs[tape_.values[id].index], storage);
   };
   std::erase_if(weight_index_, [&](const auto& entry) { return is_of(entry.second); });
   for (auto it = graph_input_index_.begin(); it != graph_input_index_.end();) {
@@ -465,13 +462,17 @@ void Graph::note_stale(const at::Tensor& tensor) {
   }
 }
 
+void Graph::forget_stale(const at::Tensor& tensor) {
+  const auto found = stale_.find(tensor.storage().unsafeGetStorageImpl());
+  if (--found->second == 0) stale_.erase(found);
+}
+
 // Whether a waiting node, a tensor or a write still reads the memory of the graph input.
 bool Graph::is_awaited(ValueId input) const {
   if (num_finished_ == 0 || tape_.is_looked_at(input)) return true;
   for (const auto& [base, memory] : memories_) {
-    for (const Write& write : memory.writes) {
-      if (tape_.values[write.source].base == input) return true;
-    }
+    const auto reads = [&](const Write& w) { return tape_.values[w.source].base == input; };
+    if (std::ranges::any_of(memory.writes, reads)) return true;
   }
   for (NodeId node = 0; node < tape_.nodes.size(); ++node) {
     if (tape_.nodes[node].state != NodeState::kWaiting) continue;
@@ -485,8 +486,7 @@ bool Graph::is_awaited(ValueId input) const {
 Tape Graph::take() {
   graph_input_index_.clear();
   weight_index_.clear();
-  next_serial_ = next_trained_ = 0;
-  renumbered_ = 0;
+  next_serial_ = next_trained_ = renumbered_ = 0;
   ++numbering_;
   memories_.clear();
   forget_progress();

@@ -369,12 +369,12 @@ class Graph {
   }
 
   // Whether captured ops must not read the storage because of a pending write
-  // (running_statistics.h).
+  // (memory_updates.h).
   bool is_stale(const at::Tensor& tensor) const;
   bool has_stale() const { return !stale_.empty(); }
-  // Marks the tensor's storage as stale. No pending op may read the storage.
+  // Marks the tensor's storage as stale. Must be undone as often by forget_stale().
   void note_stale(const at::Tensor& tensor);
-  void forget_stale() { stale_.clear(); }
+  void forget_stale(const at::Tensor& tensor);
 
   // Returns the identity of the value's base, for signatures and call keys.
   uint64_t identity(const Value& value) const;
@@ -494,7 +494,7 @@ class Graph {
   uint64_t renumbered_ = 0;  // makes identities differ from those of earlier numberings
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> graph_input_index_;
   std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
-  std::unordered_set<const c10::StorageImpl*> stale_;
+  std::unordered_map<const c10::StorageImpl*, size_t> stale_;   // number of marks
 };
 
 }  // namespace autobatch

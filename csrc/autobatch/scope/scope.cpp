@@ -323,10 +323,10 @@ static void run_and_update(Scope& scope, const Run& run) {
   try {
     run();
   } catch (...) {
-    if (!scope.updates().empty()) apply_updates(scope);
+    apply_updates(scope);
     throw;
   }
-  if (!scope.updates().empty()) apply_updates(scope);
+  apply_updates(scope);
 }
 
 void Scope::run_flush(at::ArrayRef<ValueId> targets, const FlushOptions& options) {
@@ -423,7 +423,7 @@ void Scope::relieve() {
   const FlushMark mark;
   settle_all(*this);
   relieve_graph(*graph_, flush_options("max_pending reached"));
-  if (!updates_.empty()) apply_updates(*this);
+  apply_updates(*this);
 }
 
 bool Scope::run_slice(std::chrono::nanoseconds bound) {

@@ -4,7 +4,7 @@
 #include "autobatch/capture/autocast.h"
 #include "autobatch/capture/call_cache.h"
 #include "autobatch/capture/known_values.h"
-#include "autobatch/capture/running_statistics.h"
+#include "autobatch/capture/memory_updates.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/execute/flush.h"
@@ -211,7 +211,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   CellTable& cells() { return cells_; }
   CastCache& casts() { return casts_; }
   KnownValues& known_values() { return known_; }
-  std::deque<StatisticsUpdate>& updates() { return updates_; }
+  MemoryUpdates& updates() { return updates_; }
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
@@ -271,7 +271,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   CastCache casts_;
   WeightCopies weight_copies_;  // for all flushes
   KnownValues known_;
-  std::deque<StatisticsUpdate> updates_;
+  MemoryUpdates updates_;
   std::unique_ptr<Graph> graph_;
   const std::shared_ptr<Report> shared_report_ = std::make_shared<Report>();
   Report& report_ = *shared_report_;

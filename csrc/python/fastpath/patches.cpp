@@ -1,7 +1,7 @@
 #include "python/fastpath/patches.h"
 
 #include "autobatch/capture/history_requests.h"
-#include "autobatch/capture/running_statistics.h"
+#include "autobatch/capture/memory_updates.h"
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
@@ -13,6 +13,7 @@
 #include "python/fastpath/module_attributes.h"
 #include "python/fastpath/number_tensors.h"
 #include "python/fastpath/tensor_objects.h"
+#include "python/fibers/frame_memory.h"
 #include "python/gradients.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -251,7 +252,7 @@ void remove_history_reads() {
 // --- reads of a tensor's memory without an op ---
 
 // Before code reads a tensor's memory without an op, all pending updates of this memory by captured
-// ops are completed (running_statistics.h).
+// ops are completed (memory_updates.h).
 class RawRead {
  public:
   explicit RawRead(const char* name) : name_(name) {}
@@ -398,6 +399,7 @@ Patch patches[] = {
     {install_tensor_objects, remove_tensor_objects, &tensor_objects_switch},
     {install_checks, remove_checks},
     {install_gradients, remove_gradients},
+    {install_frame_memory, remove_frame_memory, &frame_memory_switch},
 };
 
 int open_blocks = 0;  // of all threads; guarded by the GIL

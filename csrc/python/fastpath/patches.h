@@ -12,6 +12,7 @@ namespace autobatch {
 //   - capture of tensors that are created from Python numbers (number_tensors.h);
 //   - creation and destruction of the objects of pending tensors (tensor_objects.h). This change
 //     and the changes above have switches (autobatch/common/switches.h);
+//   - the allocator of frame stacks (frame_memory.h), which has a switch too;
 //   - `Tensor.is_leaf` and `Tensor.grad_fn`: they find whether a pending tensor has an autograd
 //     history, and do not compute its value;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);

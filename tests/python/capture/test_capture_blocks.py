@@ -383,3 +383,12 @@ def test_a_custom_function_that_writes_sees_real_tensors(linear: nn.Linear) -> N
         result = Double.apply(linear(x)).sum()
     result.backward()
     torch.testing.assert_close(linear.weight.grad, 2 * x.sum(0).expand(4, 3))
+
+
+def test_verify_expects_the_precision_of_the_least_exact_values() -> None:
+    """A float64 result of float32 values is no more exact than the float32 values."""
+    torch.manual_seed(0)
+    w = torch.randn(64, 64, requires_grad=True)
+    with ab.batch(verify=True):
+        results = [(torch.randn(3 + i, 64) @ w).logsumexp(-1).double().sum() * 3 for i in range(8)]
+    assert all(result.dtype == torch.float64 for result in results)

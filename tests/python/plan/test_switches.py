@@ -131,6 +131,11 @@ def dropped(width: int) -> Callable[[], list[Tensor]]:
     return run
 
 
+def instances(width: int) -> Callable[[], list[Tensor]]:
+    layer, xs = linear(width), [rand(width) for _ in range(4)]
+    return lambda: ab.map(lambda x: layer(x), xs)  # a Python function has a frame
+
+
 # The meaning of each switch, and whether it exists on this machine.
 PROGRAMS: dict[str, tuple[Program, bool]] = {
     "common_subexpressions": (weights, True),
@@ -146,6 +151,7 @@ PROGRAMS: dict[str, tuple[Program, bool]] = {
     "direct_calls": (calls, True),
     "number_tensors": (numbers, True),
     "tensor_objects": (dropped, IS_311),
+    "frame_memory": (instances, True),
 }
 
 

@@ -1,0 +1,214 @@
+#include "autobatch/capture/memory_updates.h"
+
+#include "autobatch/capture/arguments.h"
+#include "autobatch/common/compat.h"
+#include "autobatch/fibers/fibers.h"
+#include "autobatch/graph/foreign_memory.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/storage_aliases.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/clone.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+using Arguments = at::ArrayRef<c10::IValue>;
+
+bool is_real_number(const c10::IValue& value) { return value.isInt() || value.isDouble(); }
+
+// Whether eager accepts the tensor as an operand of an update of `target`. Eager raises errors when
+// the op is called, so the flush must not raise them.
+bool is_source_for(const Tensor& target, const Tensor& source) {
+  if (source.unsafeGetTensorImpl()->is_wrapped_number()) return !source.is_complex();
+  return as_pending(source) != nullptr && source.scalar_type() == target.scalar_type() &&
+         source.device() == target.device() && at::is_expandable_to(source.sizes(), target.sizes());
+}
+
+bool is_claimed(Scope& scope, const Tensor& tensor) {
+  const auto& claims = scope.updates().claims;
+  return std::any_of(claims.begin(), claims.end(),
+                     [&](const MemoryClaim& claim) { return claim.target.is_alias_of(tensor); });
+}
+
+bool is_target(Scope& scope, const Tensor& tensor) {
+  Graph& graph = scope.graph();
+  if (as_pending(tensor) != nullptr || !is_plain(*tensor.unsafeGetTensorImpl())) return false;
+  if (tensor.requires_grad() || !tensor.is_floating_point() || tensor.numel() == 0) return false;
+  if (!owns_memory(tensor) || may_change_unseen(tensor)) return false;
+  if (graph.geometries().intern(tensor.sizes(), tensor.strides())->overlapping) return false;
+  return graph.is_stale(tensor) ? !is_claimed(scope, tensor) : !graph.reads_storage_of(tensor);
+}
+
+// Adds the pending tensors among the arguments to `found`.
+void find_pending(Arguments arguments, std::vector<Tensor>& found) {
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const Tensor& tensor) {
+      if (as_pending(tensor) != nullptr) found.push_back(tensor);
+    });
+  }
+}
+
+std::vector<Tensor> find_stale(const Graph& graph, Arguments arguments) {
+  std::vector<Tensor> found;
+  for (const c10::IValue& argument : arguments) {
+    for_each_tensor(argument, [&](const Tensor& tensor) {
+      if (as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided && !tensor.is_meta() &&
+          graph.is_stale(tensor)) {
+        found.push_back(tensor);
+      }
+    });
+  }
+  return found;
+}
+
+void drop_updates(Scope& scope) {
+  auto& waiting = scope.updates().waiting;
+  for (const MemoryUpdate& update : waiting) scope.graph().forget_stale(update.target());
+  waiting.clear();
+}
+
+// Returns the pending tensors that the stale memory waits for.
+std::vector<Tensor> awaited_sources(const MemoryUpdates& updates) {
+  std::vector<Tensor> sources;
+  for (const MemoryUpdate& update : updates.waiting) find_pending(update.arguments, sources);
+  for (const MemoryClaim& claim : updates.claims) {
+    for (const Tensor& source : claim.sources) {
+      const PendingTensor* pending = as_pending(source);
+      if (pending != nullptr && !pending->is_lost()) sources.push_back(source);
+    }
+  }
+  return sources;
+}
+
+// Finishes the updates of the stale tensors, so that the running code can use them.
+void finish(Scope& scope, const std::vector<Tensor>& stale, const std::string& reason) {
+  const auto any_stale = [&] {
+    return std::any_of(stale.begin(), stale.end(),
+                       [&](const Tensor& tensor) { return scope.graph().is_stale(tensor); });
+  };
+  apply_updates(scope);
+  // An instance of a map is suspended in compute(), and other instances may then claim the memory.
+  while (any_stale()) {
+    const std::vector<Tensor> sources = awaited_sources(scope.updates());
+    if (sources.empty()) return;  // the claims are of later instances
+    const ClaimsHeld claims(scope, stale, sources);
+    c10::SmallVector<PendingTensor*, 8> pending;
+    for (const Tensor& source : sources) pending.push_back(as_pending(source));
+    scope.compute(pending, reason);
+    apply_updates(scope);
+  }
+}
+
+}  // namespace
+
+bool is_update(Scope& scope, const OpInfo& op, Arguments arguments) {
+  const bool is_given = op.write == WriteKind::kGiven || op.write == WriteKind::kZero;
+  const bool is_pointwise = op.write == WriteKind::kCompute && op.handle.hasTag(at::Tag::pointwise);
+  if ((!is_given && !is_pointwise) || !arguments[0].isTensor()) return false;
+  const Tensor& target = arguments[0].toTensor();
+  bool all_fit = true, any_pending = false, requires_grad = false;
+  // The other arguments of `copy_` have no influence on the result.
+  const size_t end = is_given ? std::min<size_t>(arguments.size(), 2) : arguments.size();
+  for (const c10::IValue& argument : arguments.slice(1, end - 1)) {
+    if (argument.isNone() || is_real_number(argument)) continue;
+    if (!argument.isTensor()) return false;
+    const Tensor& source = argument.toTensor();
+    all_fit = all_fit && is_source_for(target, source);
+    any_pending = any_pending || as_pending(source) != nullptr;
+    requires_grad = requires_grad || source.requires_grad();
+  }
+  if (!all_fit || (requires_grad && c10::GradMode::is_enabled())) return false;
+  return (any_pending || scope.graph().is_stale(target)) && is_target(scope, target);
+}
+
+void add_update(Scope& scope, const c10::OperatorHandle& op, std::vector<c10::IValue> arguments) {
+  scope.graph().note_stale(arguments[0].toTensor());
+  scope.updates().waiting.push_back({op, std::move(arguments)});
+}
+
+bool record_update(Scope& scope, const OpInfo& op, Arguments arguments) {
+  if (!is_update(scope, op, arguments)) return false;
+  const Tensor& target = arguments[0].toTensor();
+  std::vector<c10::IValue> kept(arguments.begin(), arguments.end());
+  for (c10::IValue& argument : kept) {
+    // The program may write to the source before the update is applied.
+    if (argument.isTensor() && as_pending(argument.toTensor()) != nullptr) {
+      argument = at::clone(argument.toTensor().detach());
+    }
+  }
+  scope.before_write(target);
+  auto& impl = *target.unsafeGetTensorImpl();
+  if (impl.version_counter().enabled()) impl.bump_version();
+  add_update(scope, op.handle, std::move(kept));
+  return true;
+}
+
+void apply_updates(Scope& scope) {
+  auto& waiting = scope.updates().waiting;
+  if (waiting.empty()) return;
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  // If eager's op increases the version counter, the counter was increased by record_update.
+  const at::AutoDispatchBelowADInplaceOrView unseen;
+  while (!waiting.empty()) {
+    std::vector<Tensor> sources;
+    find_pending(waiting.front().arguments, sources);
+    const auto is_lost = [](const Tensor& source) { return as_pending(source)->is_lost(); };
+    if (std::any_of(sources.begin(), sources.end(), is_lost)) return drop_updates(scope);
+    if (!sources.empty()) return;
+    MemoryUpdate update = std::move(waiting.front());
+    waiting.pop_front();
+    scope.graph().forget_stale(update.target());
+    update.op.callBoxed(update.arguments);
+  }
+}
+
+void finish_updates(Scope& scope, const std::string& op, Arguments arguments) {
+  const std::vector<Tensor> stale = find_stale(scope.graph(), arguments);
+  if (!stale.empty()) finish(scope, stale, op + ": needs memory that a captured op updates");
+}
+
+void finish_updates(const Tensor& tensor, const char* read) {
+  Scope* scope = Scope::current();
+  if (scope == nullptr || !scope->graph().has_stale()) return;
+  const std::vector<Tensor> stale = find_stale(scope->graph(), {c10::IValue(tensor)});
+  if (!stale.empty()) {
+    finish(*scope, stale, std::string(read) + " of memory that a captured op updates");
+  }
+}
+
+ClaimsHeld::ClaimsHeld(Scope& scope, at::ArrayRef<Tensor> targets,
+                       const std::vector<Tensor>& sources)
+    : scope_(scope) {
+  if (sources.empty() || Fiber::suspendable() == nullptr) return;
+  for (const Tensor& target : targets) {
+    scope.graph().note_stale(target);
+    auto& claims = scope.updates().claims;
+    claims_.push_back(claims.insert(claims.end(), {target, sources}));
+  }
+}
+
+ClaimsHeld::~ClaimsHeld() {
+  for (const auto& claim : claims_) {
+    scope_.graph().forget_stale(claim->target);
+    scope_.updates().claims.erase(claim);
+  }
+}
+
+ClaimsHeld claim_written(Scope& scope, const OpInfo& op, Arguments arguments) {
+  std::vector<Tensor> sources, targets;
+  find_pending(arguments, sources);
+  for_each_written(op, arguments, [&](const Tensor& to) {
+    if (as_pending(to) == nullptr) targets.push_back(to);
+  });
+  return ClaimsHeld(scope, targets, sources);
+}
+
+}  // namespace autobatch

@@ -1,0 +1,20 @@
+// Keeps freed memory of Python's frame stacks for later fibers. Each greenlet has a frame stack of
+// its own. CPython maps a chunk of memory for it at the first call of a Python function, and unmaps
+// the chunk when the greenlet ends. The two system calls and the page faults between them cost more
+// than the capture of ten ops, in each instance of a map.
+#pragma once
+
+#include "autobatch/common/switches.h"
+
+namespace autobatch {
+
+// Both functions need the GIL. patches.h describes when they are called.
+extern Switch frame_memory_switch;
+
+void install_frame_memory();
+void remove_frame_memory();
+
+// Frees the kept memory.
+void free_frame_memory();
+
+}  // namespace autobatch
