@@ -11,6 +11,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/DispatchKeyExtractor.h>
+#include <c10/core/InferenceMode.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/extension.h>
@@ -295,6 +296,9 @@ PyObject* apply(const Applied& given_call) {
                         !keys.excluded().has(compat::kDeferKey);
   const Given given = captures ? given_of(call) : Given{};
   if (!given.captured) return call.originally();
+  if (c10::InferenceMode::is_enabled() && c10::GradMode::is_enabled()) {
+    return apply_at_once(*scope, call, given, "gradients are recorded in inference mode");
+  }
   const bool named = call.named != nullptr && PyDict_GET_SIZE(call.named) != 0;
   const py::object known =
       helper("call_of")(py::handle(call.function), py::handle(call.arguments), named);

@@ -43,8 +43,8 @@ at::Tensor pending_copy(const at::Tensor& tensor) {
   const Scope::Lock lock(*scope);
   Graph& graph = scope->graph();
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
-  if (!is_plain(impl) || impl.is_wrapped_number() || tensor.is_inference() ||
-      c10::InferenceMode::is_enabled()) {
+  if (!is_plain(impl) || impl.is_wrapped_number() ||
+      tensor.is_inference() != c10::InferenceMode::is_enabled()) {
     return {};
   }
   Value value;
@@ -59,7 +59,9 @@ at::Tensor pending_copy(const at::Tensor& tensor) {
   const at::Tensor& copy = recorded.tensors[0];
   const PendingTensor* pending = as_pending(copy);
   if (pending == nullptr || copy.strides() != tensor.strides()) return {};
-  graph.note_version(pending->value(), static_cast<uint32_t>(tensor._version()));
+  if (!tensor.is_inference()) {
+    graph.note_version(pending->value(), static_cast<uint32_t>(tensor._version()));
+  }
   return copy;
 }
 

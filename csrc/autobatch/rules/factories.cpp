@@ -30,7 +30,6 @@ class FactoryRule final : public Rule {
 
   bool capture(NodeBuilder& builder) const override {
     const size_t options = num_leading();
-    if (builder.context().inference_mode) return false;
     if (form_ != kSize && !builder.is_tensor(0)) return false;
     if (!is_plain(builder, options)) return false;
     const c10::IValue& device_argument = builder.argument(options + 2);
@@ -106,7 +105,15 @@ class FactoryRule final : public Rule {
                                           : builder.argument(options + 4).toMemoryFormat();
     if (format == c10::MemoryFormat::Contiguous) return true;
     if (format != c10::MemoryFormat::Preserve) return false;
-    return form_ != kLike || builder.tensor(0).is_contiguous();
+    return form_ != kLike || is_row_major_like(builder.tensor(0));
+  }
+
+  // Whether the result of `empty_like(self)` is row-major.
+  static bool is_row_major_like(const Tensor& self) {
+    if (self.is_contiguous()) return true;
+    if (self.is_non_overlapping_and_dense()) return false;
+    const auto strides = at::infer_dense_strides(self.sizes(), self.strides());
+    return at::IntArrayRef(strides) == c10::contiguous_strides(self.sizes());
   }
 
   c10::ScalarType dtype_of(const NodeBuilder& builder, size_t options) const {

@@ -19,6 +19,7 @@
 #include "autobatch/rules/factories.h"
 
 #include <ATen/functorch/DynamicLayer.h>
+#include <c10/core/InferenceMode.h>
 
 #include <pthread.h>
 
@@ -363,6 +364,7 @@ void Scope::make_alone(PendingTensor& tensor) {
   const Value& base = graph_->value(value.base);
   const Node& node = graph_->tape().nodes[base.node];
   const PlainStateGuard plain;
+  const c10::InferenceMode inference(node.signature->context.inference_mode);
   at::Tensor made;
   if (is_factory(*node.signature)) {
     made = create_alone(*node.signature, base);

@@ -71,6 +71,35 @@ def test_a_new_tensor_becomes_pending(name: str) -> None:
     assert not scope.report().at_once
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_new_tensor_becomes_pending_in_inference_mode(name: str) -> None:
+    linear = nn.Linear(3, 4).double()
+    given = [rand(3 + i % 2, 3) for i in range(6)]
+    with torch.inference_mode():
+        expected = [PROGRAMS[name](linear(x)) for x in given]
+        with ab.batch(adaptive=False) as scope:
+            results = [PROGRAMS[name](linear(x)) for x in given]
+    torch.testing.assert_close(results, expected, rtol=1e-9, atol=1e-9)
+    assert [r.stride() for r in results] == [r.stride() for r in expected]
+    assert all(r.is_inference() for r in results)
+    assert len(scope.report().flushes) == 1
+    assert not scope.report().at_once
+
+
+def test_a_constant_of_inference_mode_stays_an_inference_tensor() -> None:
+    weight = rand(4, 4).requires_grad_()
+    with ab.batch(adaptive=False):
+        with torch.inference_mode():
+            ones, leaf = torch.ones(4, dtype=DOUBLE), torch.zeros(4, requires_grad=True)
+        row = leaf[None]
+        product = ones + rand(4)
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            weight * ones
+    flags = [t.is_inference() for t in (ones, leaf, row, product)]
+    assert flags == [True, True, True, False]
+    assert leaf.requires_grad
+
+
 def test_the_object_stays_itself() -> None:
     linear = nn.Linear(3, 4).double()
     x = rand(3, 3)
