@@ -127,6 +127,7 @@ Fiber* Fiber::current() { return current_fiber; }
 Fiber* Fiber::suspendable() {
   Fiber* fiber = current_fiber;
   if (fiber == nullptr || fiber->ending_ || !fiber->turn_kept_by_.empty()) return nullptr;
+  if (fiber->num_pins_ > 0) return nullptr;
   if (Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
   if (CellTrace::current() != nullptr) return nullptr;  // it would record ops of other fibers

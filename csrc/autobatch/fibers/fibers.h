@@ -117,6 +117,21 @@ class Fiber {
   }
   // Returns the cause of the first call of keep_turn, or an empty string.
   const std::string& turn_kept_by() const { return turn_kept_by_; }
+  // While a Pin exists, `suspendable` returns null. For code that keeps addresses of its stack in
+  // thread-local variables.
+  class Pin {
+   public:
+    Pin() : fiber_(current()) { count(1); }
+    ~Pin() { count(-1); }
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+
+   private:
+    void count(int change) const {
+      if (fiber_ != nullptr) fiber_->num_pins_ += change;
+    }
+    Fiber* fiber_;
+  };
 
  protected:
   enum class Left : uint8_t { kNot, kResumed, kToEnd };
@@ -143,6 +158,7 @@ class Fiber {
   State state_ = State::kRunning;
   bool ending_ = false;
   std::string turn_kept_by_;
+  int num_pins_ = 0;
   bool values_only_ = false;
   // The thread-local state of the suspended fiber, if it differs from FiberPool::base_.
   std::optional<ThreadState> own_state_;

@@ -15,6 +15,7 @@
 #include "python/fastpath/tensor_objects.h"
 #include "python/fibers/frame_memory.h"
 #include "python/gradients.h"
+#include "python/script_functions.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/Exceptions.h>
@@ -396,6 +397,7 @@ Patch patches[] = {
     {install_legacy_new, remove_legacy_new},
     {install_in_place_calls, remove_in_place_calls},
     {install_custom_functions, remove_custom_functions},
+    {install_script_functions, remove_script_functions},
     {install_tensor_objects, remove_tensor_objects, &tensor_objects_switch},
     {install_checks, remove_checks},
     {install_gradients, remove_gradients},

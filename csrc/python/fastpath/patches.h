@@ -23,6 +23,7 @@ namespace autobatch {
 //     a pending tensor;
 //   - `torch.autograd.graph.increment_version`;
 //   - calls of custom autograd.Functions (custom_functions.h);
+//   - calls of TorchScript functions and methods (script_functions.h);
 //   - functions and classes that were passed to `replace` (gradients.h).
 void block_opens();
 void block_closes();

@@ -1,0 +1,13 @@
+// Calls of TorchScript functions and methods on pending tensors. TorchScript optimizes a function
+// after its first calls: subgraphs become autograd nodes of their own, which need real tensors at
+// each call. While a block is open, such a call runs the function's graph without these nodes, so
+// that the ops of the graph are captured one by one.
+#pragma once
+
+namespace autobatch {
+
+// Both functions need the GIL. patches.h describes when they are called.
+void install_script_functions();
+void remove_script_functions();
+
+}  // namespace autobatch
