@@ -331,6 +331,9 @@ class Call {
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
+    if (any_written([this](const at::Tensor& to) { return await_readers(scope_, to); })) {
+      return info_.handle.callBoxed(stack_);  // the arguments' dispatch keys may have changed
+    }
     if (flush_shared_memory(scope_, info_, arguments())) return at_once("writes to its arguments");
     const bool may_defer = s.plain && !left_to_eager_;
     if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;

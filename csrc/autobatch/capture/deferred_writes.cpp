@@ -4,6 +4,7 @@
 #include "autobatch/capture/history_requests.h"
 #include "autobatch/capture/record_call.h"
 #include "autobatch/common/host_hooks.h"
+#include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/rules/rule.h"
@@ -299,6 +300,7 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   memory.requires_grad = memory.requires_grad || source.requires_grad;
   memory.views.clear();
   ++memory.version;
+  memory.writer = Fiber::current() == nullptr ? 0 : Fiber::current()->number();
   if (whole) memory.writes.clear();
   if (whole && fresh && source.base == source_id && source.geometry == base.geometry &&
       source.requires_grad == memory.requires_grad) {

@@ -32,37 +32,41 @@ bool is_source_for(const Tensor& target, const Tensor& source) {
          source.device() == target.device() && at::is_expandable_to(source.sizes(), target.sizes());
 }
 
-bool is_claimed(Scope& scope, const Tensor& tensor) {
-  const auto& claims = scope.updates().claims;
-  return std::any_of(claims.begin(), claims.end(),
-                     [&](const MemoryClaim& claim) { return claim.target.is_alias_of(tensor); });
+bool is_on(const MemoryClaim& claim, const c10::Storage& storage) {
+  return claim.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+}
+
+bool is_claimed(Scope& scope, const c10::Storage& storage) {
+  return std::ranges::any_of(scope.updates().claims,
+                             [&](const MemoryClaim& claim) { return is_on(claim, storage); });
 }
 
 bool is_target(Scope& scope, const Tensor& tensor) {
   Graph& graph = scope.graph();
-  if (as_pending(tensor) != nullptr || !is_plain(*tensor.unsafeGetTensorImpl())) return false;
+  if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
   if (tensor.requires_grad() || !tensor.is_floating_point() || tensor.numel() == 0) return false;
   if (!owns_memory(tensor) || may_change_unseen(tensor)) return false;
   if (graph.geometries().intern(tensor.sizes(), tensor.strides())->overlapping) return false;
-  return graph.is_stale(tensor) ? !is_claimed(scope, tensor) : !graph.reads_storage_of(tensor);
+  return graph.is_stale(tensor) ? !is_claimed(scope, tensor.storage())
+                                : !graph.reads_storage_of(tensor);
 }
 
 // Adds the pending tensors among the arguments to `found`.
-void find_pending(Arguments arguments, std::vector<Tensor>& found) {
+void find_pending(Arguments arguments, std::vector<PendingTensor*>& found) {
   for (const c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const Tensor& tensor) {
-      if (as_pending(tensor) != nullptr) found.push_back(tensor);
+      if (PendingTensor* pending = as_pending(tensor)) found.push_back(pending);
     });
   }
 }
 
-std::vector<Tensor> find_stale(const Graph& graph, Arguments arguments) {
-  std::vector<Tensor> found;
+std::vector<c10::Storage> find_stale(const Graph& graph, Arguments arguments) {
+  std::vector<c10::Storage> found;
   for (const c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const Tensor& tensor) {
       if (as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided && !tensor.is_meta() &&
           graph.is_stale(tensor)) {
-        found.push_back(tensor);
+        found.push_back(tensor.storage());
       }
     });
   }
@@ -71,38 +75,41 @@ std::vector<Tensor> find_stale(const Graph& graph, Arguments arguments) {
 
 void drop_updates(Scope& scope) {
   auto& waiting = scope.updates().waiting;
-  for (const MemoryUpdate& update : waiting) scope.graph().forget_stale(update.target());
+  for (const MemoryUpdate& update : waiting) scope.graph().forget_stale(update.storage);
   waiting.clear();
 }
 
-// Returns the pending tensors that the stale memory waits for.
-std::vector<Tensor> awaited_sources(const MemoryUpdates& updates) {
-  std::vector<Tensor> sources;
-  for (const MemoryUpdate& update : updates.waiting) find_pending(update.arguments, sources);
-  for (const MemoryClaim& claim : updates.claims) {
-    for (const Tensor& source : claim.sources) {
-      const PendingTensor* pending = as_pending(source);
-      if (pending != nullptr && !pending->is_lost()) sources.push_back(source);
+// Waits for the end of an earlier instance that claims one of the storages. Returns false if there
+// is none.
+bool await_claim(Scope& scope, const std::vector<c10::Storage>& storages) {
+  Fiber* fiber = Fiber::suspendable();
+  if (fiber == nullptr) return false;
+  for (const c10::Storage& storage : storages) {
+    for (const MemoryClaim& claim : scope.updates().claims) {
+      if (is_on(claim, storage) && fiber->wait_for_end(claim.fiber)) return true;
     }
   }
-  return sources;
+  return false;
 }
 
-// Finishes the updates of the stale tensors, so that the running code can use them.
-void finish(Scope& scope, const std::vector<Tensor>& stale, const std::string& reason) {
-  const auto any_stale = [&] {
-    return std::any_of(stale.begin(), stale.end(),
-                       [&](const Tensor& tensor) { return scope.graph().is_stale(tensor); });
-  };
+// Finishes the updates of the stale storages, so that the running code can use the memory.
+void finish(Scope& scope, const std::vector<c10::Storage>& stale, const std::string& reason) {
   apply_updates(scope);
-  // An instance of a map is suspended in compute(), and other instances may then claim the memory.
-  while (any_stale()) {
-    const std::vector<Tensor> sources = awaited_sources(scope.updates());
-    if (sources.empty()) return;  // the claims are of later instances
-    const ClaimsHeld claims(scope, stale, sources);
-    c10::SmallVector<PendingTensor*, 8> pending;
-    for (const Tensor& source : sources) pending.push_back(as_pending(source));
-    scope.compute(pending, reason);
+  while (await_claim(scope, stale)) {
+  }
+  const auto is_updated = [&](const MemoryUpdate& update) {
+    return std::ranges::any_of(stale, [&](const c10::Storage& storage) {
+      return update.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+    });
+  };
+  // While an instance of a map is suspended in compute(), other instances may add updates.
+  while (std::ranges::any_of(scope.updates().waiting, is_updated)) {
+    std::vector<PendingTensor*> sources;
+    for (const MemoryUpdate& update : scope.updates().waiting) {
+      find_pending(update.arguments, sources);
+    }
+    const ClaimsHeld claims(scope, stale);
+    scope.compute(sources, reason);
     apply_updates(scope);
   }
 }
@@ -114,6 +121,7 @@ bool is_update(Scope& scope, const OpInfo& op, Arguments arguments) {
   const bool is_pointwise = op.write == WriteKind::kCompute && op.handle.hasTag(at::Tag::pointwise);
   if ((!is_given && !is_pointwise) || !arguments[0].isTensor()) return false;
   const Tensor& target = arguments[0].toTensor();
+  if (as_pending(target) != nullptr) return false;
   bool all_fit = true, any_pending = false, requires_grad = false;
   // The other arguments of `copy_` have no influence on the result.
   const size_t end = is_given ? std::min<size_t>(arguments.size(), 2) : arguments.size();
@@ -130,8 +138,9 @@ bool is_update(Scope& scope, const OpInfo& op, Arguments arguments) {
 }
 
 void add_update(Scope& scope, const c10::OperatorHandle& op, std::vector<c10::IValue> arguments) {
-  scope.graph().note_stale(arguments[0].toTensor());
-  scope.updates().waiting.push_back({op, std::move(arguments)});
+  const c10::Storage storage = arguments[0].toTensor().storage();
+  scope.graph().note_stale(storage);
+  scope.updates().waiting.push_back({op, std::move(arguments), storage});
 }
 
 bool record_update(Scope& scope, const OpInfo& op, Arguments arguments) {
@@ -158,57 +167,71 @@ void apply_updates(Scope& scope) {
   // If eager's op increases the version counter, the counter was increased by record_update.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   while (!waiting.empty()) {
-    std::vector<Tensor> sources;
+    std::vector<PendingTensor*> sources;
     find_pending(waiting.front().arguments, sources);
-    const auto is_lost = [](const Tensor& source) { return as_pending(source)->is_lost(); };
-    if (std::any_of(sources.begin(), sources.end(), is_lost)) return drop_updates(scope);
+    const auto is_lost = [](const PendingTensor* source) { return source->is_lost(); };
+    if (std::ranges::any_of(sources, is_lost)) return drop_updates(scope);
     if (!sources.empty()) return;
     MemoryUpdate update = std::move(waiting.front());
     waiting.pop_front();
-    scope.graph().forget_stale(update.target());
+    scope.graph().forget_stale(update.storage);
     update.op.callBoxed(update.arguments);
   }
 }
 
 void finish_updates(Scope& scope, const std::string& op, Arguments arguments) {
-  const std::vector<Tensor> stale = find_stale(scope.graph(), arguments);
+  const std::vector<c10::Storage> stale = find_stale(scope.graph(), arguments);
   if (!stale.empty()) finish(scope, stale, op + ": needs memory that a captured op updates");
 }
 
 void finish_updates(const Tensor& tensor, const char* read) {
   Scope* scope = Scope::current();
   if (scope == nullptr || !scope->graph().has_stale()) return;
-  const std::vector<Tensor> stale = find_stale(scope->graph(), {c10::IValue(tensor)});
+  const std::vector<c10::Storage> stale = find_stale(scope->graph(), {c10::IValue(tensor)});
   if (!stale.empty()) {
     finish(*scope, stale, std::string(read) + " of memory that a captured op updates");
   }
 }
 
-ClaimsHeld::ClaimsHeld(Scope& scope, at::ArrayRef<Tensor> targets,
-                       const std::vector<Tensor>& sources)
-    : scope_(scope) {
-  if (sources.empty() || Fiber::suspendable() == nullptr) return;
-  for (const Tensor& target : targets) {
-    scope.graph().note_stale(target);
+bool await_readers(Scope& scope, const Tensor& written) {
+  const PendingTensor* target = as_pending(written);
+  const Fiber* fiber = Fiber::suspendable();
+  if (fiber == nullptr || target == nullptr || target->graph() != &scope.graph()) return false;
+  Graph& graph = scope.graph();
+  const ValueId base = graph.value(target->value()).base;
+  const Memory* memory = graph.memory_of(base);
+  if (memory == nullptr || memory->writer == fiber->number()) return false;
+  const uint64_t reader = fiber->find_reader([&](const PendingTensor* wanted) {
+    return wanted->graph() == &graph && graph.value(wanted->value()).base == base;
+  });
+  return reader != 0 && Fiber::current()->wait_for_end(reader);
+}
+
+ClaimsHeld::ClaimsHeld(Scope& scope, std::vector<c10::Storage> storages) : scope_(scope) {
+  const Fiber* fiber = Fiber::suspendable();
+  if (fiber == nullptr) return;
+  for (c10::Storage& storage : storages) {
+    scope.graph().note_stale(storage);
     auto& claims = scope.updates().claims;
-    claims_.push_back(claims.insert(claims.end(), {target, sources}));
+    claims_.push_back(claims.insert(claims.end(), {std::move(storage), fiber->number()}));
   }
 }
 
 ClaimsHeld::~ClaimsHeld() {
   for (const auto& claim : claims_) {
-    scope_.graph().forget_stale(claim->target);
+    scope_.graph().forget_stale(claim->storage);
     scope_.updates().claims.erase(claim);
   }
 }
 
 ClaimsHeld claim_written(Scope& scope, const OpInfo& op, Arguments arguments) {
-  std::vector<Tensor> sources, targets;
-  find_pending(arguments, sources);
+  std::vector<PendingTensor*> pending;
+  find_pending(arguments, pending);
+  std::vector<c10::Storage> storages;
   for_each_written(op, arguments, [&](const Tensor& to) {
-    if (as_pending(to) == nullptr) targets.push_back(to);
+    if (as_pending(to) == nullptr && !pending.empty()) storages.push_back(to.storage());
   });
-  return ClaimsHeld(scope, targets, sources);
+  return ClaimsHeld(scope, std::move(storages));
 }
 
 }  // namespace autobatch

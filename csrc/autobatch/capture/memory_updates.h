@@ -24,15 +24,15 @@ class Scope;
 struct MemoryUpdate {
   c10::OperatorHandle op;
   std::vector<c10::IValue> arguments;  // the target first
-  const at::Tensor& target() const { return arguments[0].toTensor(); }
+  c10::Storage storage;                // of the target
 };
 
-// An instance of a map that waits for `sources`, and then reads or writes the target's memory. The
-// memory is stale for the other instances: they wait too, so that they use the memory in the order
-// of the instances.
+// An instance of a map that waits for a value before it reads or writes ordinary memory. The memory
+// is stale for the other instances. If a later instance uses the memory, it waits for the end of
+// this instance, as in a loop.
 struct MemoryClaim {
-  at::Tensor target;
-  std::vector<at::Tensor> sources;
+  c10::Storage storage;
+  uint64_t fiber;  // Fiber::number
 };
 
 struct MemoryUpdates {
@@ -42,7 +42,7 @@ struct MemoryUpdates {
 
 // Whether the call can be kept as an update: a pointwise in-place op, `copy_`, `fill_` or `zero_`
 // that autograd does not record. The other arguments are numbers, or pending tensors of the
-// target's dtype. No pending op reads the target's memory, and no instance of a map waits for it.
+// target's dtype. No pending op reads the target's memory, and no other instance claims it.
 bool is_update(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 // Keeps the call as an update. Returns false if the call has to run eagerly.
 bool record_update(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
@@ -53,19 +53,21 @@ void add_update(Scope& scope, const c10::OperatorHandle& op, std::vector<c10::IV
 // and all later ones.
 void apply_updates(Scope& scope);
 
-// Must be called before arguments are used. If the memory of an argument is stale, computes the
-// sources and applies the updates. In a map, this waits for instances that are writing to the
-// memory.
+// Must be called before arguments are used. If the memory of an argument is stale, waits for the
+// earlier instances of a map that claim the memory, computes the sources and applies the updates.
 void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments);
 // Like finish_updates for arguments, but for a read that is not an op.
 AUTOBATCH_INTERNAL void finish_updates(const at::Tensor& tensor, const char* read);
 
-// Holds a claim on each target while this object exists. Does nothing outside of maps, and where
-// the instance cannot be suspended.
+// Must be called before a write to pending memory. If an earlier instance of a map waits for the
+// content of the memory, waits for the end of that instance, and returns true.
+bool await_readers(Scope& scope, const at::Tensor& written);
+
+// Claims the storages for the running instance of a map while this object exists. Does nothing
+// where the instance cannot be suspended.
 class ClaimsHeld {
  public:
-  ClaimsHeld(Scope& scope, at::ArrayRef<at::Tensor> targets,
-             const std::vector<at::Tensor>& sources);
+  ClaimsHeld(Scope& scope, std::vector<c10::Storage> storages);
   ~ClaimsHeld();
   ClaimsHeld(const ClaimsHeld&) = delete;
   ClaimsHeld& operator=(const ClaimsHeld&) = delete;
@@ -74,7 +76,7 @@ class ClaimsHeld {
   Scope& scope_;
   std::vector<std::list<MemoryClaim>::iterator> claims_;
 };
-// Claims the ordinary memory that the call writes to, until the pending arguments are computed.
+// Claims the ordinary memory that the call writes to, if the call has to wait for an argument.
 ClaimsHeld claim_written(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 }  // namespace autobatch

@@ -10,6 +10,7 @@
 #include <c10/core/DefaultDtype.h>
 #include <c10/core/impl/PythonDispatcherTLS.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/frontend/tracer.h>
@@ -158,6 +159,15 @@ bool Fiber::wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& re
   return false;
 }
 
+bool Fiber::wait_for_end(uint64_t number) {
+  const Fiber* other = pool_.find_number(number);
+  if (other == nullptr || other->index_ >= index_) return false;
+  awaited_ = number;
+  ++pool_.num_held_;
+  const auto release = c10::make_scope_exit([this] { --pool_.num_held_; });
+  return suspend(State::kWaitsForEnd);
+}
+
 bool Fiber::wait_for_host() { return suspend(State::kWaitsForHost); }
 
 Fiber* Fiber::next_served() { return own_state_.has_value() ? nullptr : pool_.next_served(); }
@@ -217,7 +227,8 @@ void FiberPool::run_all() {
 }
 
 void FiberPool::fill() {
-  while (!exhausted_ && stop_ == std::numeric_limits<size_t>::max() && fibers_.size() < max_live_) {
+  while (!exhausted_ && num_held_ == 0 && stop_ == std::numeric_limits<size_t>::max() &&
+         fibers_.size() < max_live_) {
     std::unique_ptr<Fiber> fiber = next();
     exhausted_ = fiber == nullptr;
     if (exhausted_) return;
@@ -249,7 +260,7 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
 Fiber* FiberPool::next_served() {
   while (resumed_ < served_.size()) {
     Fiber* fiber = served_[resumed_++];
-    if (fiber->index_ >= stop_) continue;
+    if (fiber->index_ >= stop_ || fiber->index_ > first_held()) continue;
     fiber->state_ = Fiber::State::kRunning;
     return fiber;
   }
@@ -259,8 +270,10 @@ Fiber* FiberPool::next_served() {
 // Called when every fiber waits. Computes the values that fibers wait for. If no fiber waits for
 // values, the host serves all fibers.
 void FiberPool::serve() {
+  if (resume_after_ends()) return;
   std::vector<Fiber*> waiting;
   for (const auto& fiber : fibers_) {
+    if (fiber->index_ > first_held()) break;
     if (fiber->state_ == Fiber::State::kWaitsForValues) waiting.push_back(fiber.get());
   }
   if (!waiting.empty()) {
@@ -268,10 +281,39 @@ void FiberPool::serve() {
   } else {
     // The host is called only if no fiber waits for values. So the host can serve the largest
     // number of fibers together.
-    for (const auto& fiber : fibers_) waiting.push_back(fiber.get());
+    for (const auto& fiber : fibers_) {
+      if (fiber->state_ == Fiber::State::kWaitsForHost) waiting.push_back(fiber.get());
+    }
     serve_host(waiting);
   }
   resume_all(std::move(waiting));
+}
+
+// Resumes the fibers that wait for the end of a fiber that has ended. Returns false if there are
+// none.
+bool FiberPool::resume_after_ends() {
+  if (num_held_ == 0) return false;
+  std::vector<Fiber*> ready;
+  for (const auto& fiber : fibers_) {
+    const bool waits = fiber->state_ == Fiber::State::kWaitsForEnd;
+    if (waits && find_number(fiber->awaited_) == nullptr) ready.push_back(fiber.get());
+  }
+  const bool any = !ready.empty();
+  resume_all(std::move(ready));
+  return any;
+}
+
+size_t FiberPool::first_held() const {
+  const auto waits = [](const auto& f) { return f->state_ == Fiber::State::kWaitsForEnd; };
+  const auto first = num_held_ == 0 ? fibers_.end() : std::ranges::find_if(fibers_, waits);
+  return first == fibers_.end() ? std::numeric_limits<size_t>::max() : (*first)->index_;
+}
+
+Fiber* FiberPool::find_number(uint64_t number) const {
+  const auto found = std::ranges::find_if(fibers_, [number](const auto& fiber) {
+    return fiber->number_ == number && fiber->state_ != Fiber::State::kEnded;
+  });
+  return found == fibers_.end() ? nullptr : found->get();
 }
 
 void FiberPool::resume_all(std::vector<Fiber*> fibers) {

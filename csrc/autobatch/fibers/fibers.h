@@ -19,6 +19,7 @@
 #include <c10/util/SmallVector.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstddef>
 #include <exception>
@@ -101,6 +102,14 @@ class Fiber {
   // scope. If a tensor is lost, raises the error that caused the loss. `values_only`: see
   // Scope::compute. Returns false if the fiber could not be suspended.
   bool wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
+  // Suspends this fiber until the fiber with this number has ended. Meanwhile, no later fiber of
+  // the pool runs. Returns false, without waiting, unless the number belongs to an earlier fiber of
+  // the same pool that has not ended.
+  bool wait_for_end(uint64_t number);
+  // Returns the number of the first earlier fiber of the pool that waits for a tensor for which
+  // `is_awaited` returns true. Returns 0 if there is none.
+  template <class IsAwaited>
+  uint64_t find_reader(const IsAwaited& is_awaited) const;
   // Suspends this fiber until the host serves it (FiberPool::serve_host) or until FiberPool::wake
   // is called. The host serves fibers when all fibers wait and none waits for a value. Returns
   // false if the fiber could not be suspended.
@@ -147,7 +156,7 @@ class Fiber {
 
  private:
   friend class FiberPool;
-  enum class State : uint8_t { kRunning, kWaitsForValues, kWaitsForHost, kEnded };
+  enum class State : uint8_t { kRunning, kWaitsForValues, kWaitsForEnd, kWaitsForHost, kEnded };
 
   bool suspend(State state);
 
@@ -165,6 +174,7 @@ class Fiber {
   // The tensors that the fiber waits for. The list is not stored on the fiber's stack, because the
   // host may move the stack while the fiber is suspended.
   c10::SmallVector<PendingTensor*, 4> wanted_;
+  uint64_t awaited_ = 0;  // number of the fiber whose end this fiber waits for
   std::exception_ptr error_;
 };
 
@@ -238,6 +248,11 @@ class FiberPool {
   bool has_values(Fiber& fiber) const;
   void resume_all(std::vector<Fiber*> fibers);
   Fiber* find(size_t index) const;
+  Fiber* find_number(uint64_t number) const;
+  bool resume_after_ends();
+  // Returns the index of the first fiber that waits for the end of another one. Later fibers must
+  // not run. Returns the largest number if there is none.
+  size_t first_held() const;
 
   Scope& scope_;
   Scope::MapMark mark_{scope_};
@@ -253,8 +268,21 @@ class FiberPool {
   size_t stop_ = std::numeric_limits<size_t>::max();
   std::string reason_, site_;                // of the first fiber that waits since the last resume
   std::optional<Scope::LossesKept> losses_;  // set by serve_slice
+  size_t num_held_ = 0;                      // fibers that wait for the end of another one
   size_t failed_slices_ = 0;                 // failed slices whose errors losses_ keeps
   std::chrono::nanoseconds in_slices_{0}, in_fibers_{0};
 };
+
+template <class IsAwaited>
+uint64_t Fiber::find_reader(const IsAwaited& is_awaited) const {
+  for (const auto& fiber : pool_.fibers_) {
+    if (fiber->index_ >= index_) break;
+    if (fiber->state_ == State::kWaitsForValues &&
+        std::any_of(fiber->wanted_.begin(), fiber->wanted_.end(), is_awaited)) {
+      return fiber->number_;
+    }
+  }
+  return 0;
+}
 
 }  // namespace autobatch

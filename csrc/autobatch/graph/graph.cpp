@@ -449,8 +449,8 @@ bool Graph::is_stale(const at::Tensor& tensor) const {
          stale_.count(tensor.storage().unsafeGetStorageImpl()) != 0;
 }
 
-void Graph::note_stale(const at::Tensor& tensor) {
-  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+void Graph::note_stale(const c10::Storage& stale) {
+  const auto* storage = stale.unsafeGetStorageImpl();
   if (++stale_[storage] > 1) return;
   // Removes the graph inputs over the storage from the indices, so that a later use adds a new one.
   const auto is_of = [&](ValueId id) {
@@ -462,8 +462,8 @@ void Graph::note_stale(const at::Tensor& tensor) {
   }
 }
 
-void Graph::forget_stale(const at::Tensor& tensor) {
-  const auto found = stale_.find(tensor.storage().unsafeGetStorageImpl());
+void Graph::forget_stale(const c10::Storage& storage) {
+  const auto found = stale_.find(storage.unsafeGetStorageImpl());
   if (--found->second == 0) stale_.erase(found);
 }
 

@@ -175,8 +175,8 @@ struct Memory {
   ValueId content = kNone;        // value of the whole memory, without `writes`
   std::vector<Write> writes;      // later writes to parts of the memory; no two overlap
   std::vector<ValueId> contents;  // present and former values of `content`
-  // For each view of the base: the corresponding view of `content`.
-  std::unordered_map<ValueId, ValueId> views;
+  std::unordered_map<ValueId, ValueId> views;  // by view of the base: the same view of `content`
+  uint64_t writer = 0;   // number of the fiber that made the last write; 0 outside of maps
   ValueId written = 0;   // values from this id on were added after the last write
   uint32_t version = 0;  // number of writes
   bool requires_grad = false;
@@ -372,9 +372,9 @@ class Graph {
   // (memory_updates.h).
   bool is_stale(const at::Tensor& tensor) const;
   bool has_stale() const { return !stale_.empty(); }
-  // Marks the tensor's storage as stale. Must be undone as often by forget_stale().
-  void note_stale(const at::Tensor& tensor);
-  void forget_stale(const at::Tensor& tensor);
+  // Marks a storage as stale. Must be undone as often by forget_stale().
+  void note_stale(const c10::Storage& storage);
+  void forget_stale(const c10::Storage& storage);
 
   // Returns the identity of the value's base, for signatures and call keys.
   uint64_t identity(const Value& value) const;

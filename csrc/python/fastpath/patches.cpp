@@ -302,7 +302,10 @@ PyObject* read_alone(PyObject* self, PyObject* unused) {
 template <class Call>
 PyObject* give_away(PyObject* tensor, bool unmarked, const Call& call) {
   Scope* scope = THPVariable_Check(tensor) ? Scope::current() : nullptr;
-  if (scope != nullptr) keep_what_is_read(scope->graph(), THPVariable_Unpack(tensor));
+  if (scope != nullptr) {
+    finish_updates(THPVariable_Unpack(tensor), "an export");
+    keep_what_is_read(scope->graph(), THPVariable_Unpack(tensor));
+  }
   PyObject* given = call();
   if (scope != nullptr && given != nullptr) note_given_away(THPVariable_Unpack(tensor), unmarked);
   return given;
