@@ -114,9 +114,13 @@ class Call:
         return False
 
     def saves(self, kind: str, count: int) -> list[int]:
-        """Returns for each of ``count`` inputs or results whether forward saved it."""
+        """Returns for each of ``count`` inputs or results whether forward saved it.
+
+        0: not saved; 1: saved; 2: saved, and this object holds the tensor.
+        """
         saved = {place for what, place in self._saved if what == kind}
-        return [int(i in saved) for i in range(count)]
+        held = self._real if kind == "input" else {}
+        return [int(i in saved) + int(i in held) for i in range(count)]
 
     @property
     def saves_any(self) -> bool:

@@ -209,7 +209,7 @@ class ExitNode final : public torch::autograd::Node {
     if (level_ > 0) count_down(task.feeders_left[level_ - 1]);
     variable_list out(num_outputs());
     if (!c10::GradMode::is_enabled()) take_batched(task, out);
-    if (task.replay != nullptr) add_replayed(*task.replay, out);
+    if (task.replay != nullptr) replay(*task.replay, out);
     return out;
   }
 
@@ -222,7 +222,13 @@ class ExitNode final : public torch::autograd::Node {
     take_exports(task, out, next);
   }
 
-  void add_replayed(Recompute& replay, variable_list& out) const {
+  // Runs the ops that the held values depend on again, one by one, and computes gradients through
+  // them. Used if each op must be visible to autograd (create_graph=True) or to a transform.
+  void replay(Recompute& replay, variable_list& out) const {
+    replay.differentiate();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+      note_recomputed(*record_, replay.nodes());
+    }
     size_t next = 0;
     for (uint32_t i : reach_.graph_inputs) add_to(out[next++], replay.take_graph_input(i));
     for (uint32_t e : reach_.exports) {
@@ -313,7 +319,7 @@ class HeldNode final : public torch::autograd::Node {
     for (size_t k = 0; k < held_.size(); ++k) {
       if (!grads[k].defined()) continue;
       if (c10::GradMode::is_enabled() || is_transformed(grads[k])) {
-        replay(task, held_[k], grads[k]);
+        add_root(task, held_[k], grads[k]);
       } else {
         add(task, held_[k], grads[k]);
       }
@@ -329,15 +335,12 @@ class HeldNode final : public torch::autograd::Node {
     task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
-  // Runs the ops that `held` depends on again, one by one, and computes gradients through them.
-  // Used if each op must be visible to autograd (create_graph=True) or to a transform.
-  void replay(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
+  // The ExitNode runs the ops again.
+  void add_root(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
     Recompute::Edges edges;
     static_cast<const ExitNode&>(*next_edge(0).function).collect(edges);
-    task.replay->differentiate(held.value, grad, edges);
-    if (torch::autograd::get_current_graph_task_keep_graph()) return;
-    note_recomputed(*record_, task.replay->nodes());
+    task.replay->add_root(held.value, grad, edges);
   }
 
   std::shared_ptr<FlushRecord> record_;

@@ -12,6 +12,8 @@
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <utility>
+
 namespace autobatch {
 namespace {
 
@@ -58,16 +60,27 @@ void Recompute::add(Gradients& gradients, uint32_t key, const at::Tensor& gradie
   sum = sum.defined() ? sum + gradient : gradient;
 }
 
-void Recompute::differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges) {
-  edges_ = &edges;
+void Recompute::add_root(ValueId held, const at::Tensor& gradient, const Edges& edges) {
+  roots_.push_back({held, gradient});
+  edges_.graph_inputs.insert(edges.graph_inputs.begin(), edges.graph_inputs.end());
+  edges_.cuts.insert(edges.cuts.begin(), edges.cuts.end());
+}
+
+void Recompute::differentiate() {
+  if (roots_.empty()) return;
   forget_constants();
-  const ValueId parent = record_.tape.values[held].parent;
   const bool create_graph = c10::GradMode::is_enabled();
-  at::Tensor root;
+  std::vector<at::Tensor> roots, gradients;
   {
     const at::AutoGradMode grad_mode(true);
     const c10::impl::ExcludeDispatchKeyGuard no_transform(kTransformModes);
-    root = read(held, parent == kNone ? kNone : record_.cut(parent));
+    for (const Root& root : std::exchange(roots_, {})) {
+      const ValueId parent = record_.tape.values[root.held].parent;
+      const at::Tensor tensor = read(root.held, parent == kNone ? kNone : record_.cut(parent));
+      if (!tensor.requires_grad()) continue;
+      roots.push_back(tensor);
+      gradients.push_back(root.gradient.expand_as(tensor));
+    }
   }
   std::vector<at::Tensor> inputs;
   std::vector<std::pair<Gradients*, uint32_t>> targets;
@@ -81,10 +94,9 @@ void Recompute::differentiate(ValueId held, const at::Tensor& gradient, const Ed
     inputs.push_back(tensor);
     targets.emplace_back(&cut_grads_, id);
   }
-  if (inputs.empty() || !root.requires_grad()) return;
-  const auto grads =
-      torch::autograd::grad({root}, inputs, {gradient.expand_as(root)}, /*retain_graph=*/true,
-                            create_graph, /*allow_unused=*/true);
+  if (inputs.empty() || roots.empty()) return;
+  const auto grads = torch::autograd::grad(roots, inputs, gradients, /*retain_graph=*/true,
+                                           create_graph, /*allow_unused=*/true);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (grads[i].defined()) add(*targets[i].first, targets[i].second, grads[i]);
   }
@@ -96,7 +108,7 @@ void Recompute::forget_constants() {
   const auto among = [](const auto& ids, const auto& edges) {
     return std::any_of(ids.begin(), ids.end(), [&](auto id) { return edges.count(id) != 0; });
   };
-  if (!among(constant_graph_input_, edges_->graph_inputs) && !among(constant_cuts_, edges_->cuts))
+  if (!among(constant_graph_input_, edges_.graph_inputs) && !among(constant_cuts_, edges_.cuts))
     return;
   graph_input_.clear();
   cuts_.clear();
@@ -134,8 +146,8 @@ at::Tensor Recompute::graph_input(uint32_t index) {
   at::Tensor& alias = graph_input_[index];
   if (alias.defined()) return alias;
   const GraphInput& graph_input = record_.tape.graph_inputs[index];
-  const auto edge = edges_->graph_inputs.find(index);
-  const bool differentiable = edge != edges_->graph_inputs.end();
+  const auto edge = edges_.graph_inputs.find(index);
+  const bool differentiable = edge != edges_.graph_inputs.end();
   if (!differentiable) constant_graph_input_.push_back(index);
   if (!differentiable && graph_input.data.defined()) return alias = graph_input.data;
   const at::Tensor tensor = graph_input.data.defined()
@@ -154,8 +166,8 @@ at::Tensor Recompute::held(ValueId id) {
     const at::NoGradGuard no_grad;
     copy.copy_(computed(id));
   }
-  const auto edge = edges_->cuts.find(id);
-  if (edge == edges_->cuts.end()) {
+  const auto edge = edges_.cuts.find(id);
+  if (edge == edges_.cuts.end()) {
     constant_cuts_.push_back(id);
     return alias = copy;
   }

@@ -24,10 +24,13 @@ class Recompute {
   Recompute(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
       : record_(record), unseen_(unseen) {}
 
+  // Notes the gradient of a held value. `edges`: where gradients of the value lead.
+  void add_root(ValueId held, const at::Tensor& gradient, const Edges& edges);
   // Computes the gradients of graph inputs, and of the held values that cut the graph, given the
-  // gradient of the value `held`. Adds the results to the collected gradients. The gradients have
-  // an autograd graph if grad mode is on.
-  void differentiate(ValueId held, const at::Tensor& gradient, const Edges& edges);
+  // gradients that were noted since the last call. Adds the results to the collected gradients. The
+  // gradients have an autograd graph if grad mode is on. All roots are differentiated together:
+  // the backward of a custom autograd.Function need not be linear, so it must run once.
+  void differentiate();
 
   // Returns the gradient collected so far for a graph input or a held value, and removes it.
   // Returns an undefined tensor if there is no gradient.
@@ -71,7 +74,12 @@ class Recompute {
 
   FlushRecord& record_;
   const std::vector<UnseenWrite>& unseen_;
-  const Edges* edges_ = nullptr;
+  struct Root {
+    ValueId held;
+    at::Tensor gradient;
+  };
+  std::vector<Root> roots_;
+  Edges edges_;  // of all roots so far
   // Aliases of graph inputs and held values. Differentiation stops at an alias, and the alias's
   // grad_fn connects the result to the graph of the original tensor.
   std::unordered_map<uint32_t, at::Tensor> graph_input_;

@@ -162,15 +162,6 @@ class FunctionResultsRule final : public Rule {
     return tensors;
   }
 
-  // Whether the operands are the program's own tensors in all members. The host keeps them.
-  static bool are_given(const BackwardBatch& batch, size_t slot) {
-    for (int64_t m = 0; m < batch.size(); ++m) {
-      const Value& value = batch.operand_value(m, slot);
-      if (!value.is_graph_input() || value.base != batch.operand(m, slot)) return false;
-    }
-    return true;
-  }
-
   FunctionBackward calls_of(BackwardBatch& batch) const {
     FunctionBackward made;
     const auto& calls = *static_cast<const Calls*>(batch.record().kept.get());
@@ -188,7 +179,7 @@ class FunctionResultsRule final : public Rule {
       const size_t slot = first_input() + i;
       made.wanted.push_back(batch.needs(slot) ? 1 : 0);
       made.shared.push_back(batch.size() > 1 && batch.shared(slot) ? 1 : 0);
-      const bool is_needed = reads(slot) && !are_given(batch, slot);
+      const bool is_needed = traits_.saved_inputs[i] == 1;
       made.inputs.push_back(tensors_of(batch, is_needed ? batch.flat(slot) : at::Tensor(),
                                        [&](int64_t m) { return batch.operand_value(m, slot); }));
     }

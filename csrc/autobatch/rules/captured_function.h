@@ -24,7 +24,8 @@ struct FunctionTraits {
   bool shares_memory = false;
   bool saves = false;                  // whether the call saved tensors for backward
   std::vector<uint8_t> saved_results;  // by result: whether the call saved it for backward
-  std::vector<uint8_t> saved_inputs;   // by tensor argument
+  // By tensor argument. 0: not saved; 1: saved; 2: saved, and the FunctionCall holds the tensor.
+  std::vector<uint8_t> saved_inputs;
 
   auto operator<=>(const FunctionTraits&) const = default;
 };

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch_autobatch as ab
 from helpers_capture import rand
-from torch import Tensor
+from torch import Tensor, nn
 
 Mode = Callable[[], AbstractContextManager[Any]]
 WEIGHT = rand(3, 3).requires_grad_()
@@ -32,6 +33,8 @@ class Buffer:
     def __init__(self) -> None:
         self.data = rand(4, 3) * 0
         self.row = self.data[1]
+        self.step = torch.zeros((), dtype=torch.long)
+        self.single = rand(1) * 0  # has no view
 
 
 def moving_average(buffer: Buffer, x: Tensor) -> Tensor:
@@ -88,7 +91,59 @@ def several(buffer: Buffer, x: Tensor) -> Tensor:
     return total
 
 
+def counted(buffer: Buffer, x: Tensor) -> Tensor:
+    buffer.step.add_(1)
+    h = hidden(x).mean(0)
+    buffer.row.add_((h - buffer.row) / buffer.step)
+    return h.sum()
+
+
+def item(buffer: Buffer, x: Tensor) -> Tensor:
+    buffer.single.add_(hidden(x).mean())
+    return x.sum() * buffer.single.item()
+
+
+def clamped(buffer: Buffer, x: Tensor) -> Tensor:
+    buffer.single.add_(hidden(x).mean() * 9)
+    buffer.single.data.clamp_(-1, 1)
+    return x.sum()
+
+
+def centers(buffer: Buffer, x: Tensor) -> Tensor:
+    h = hidden(x)
+    labels = torch.arange(len(x)) % 4
+    buffer.data[labels] += 0.5 * (h - buffer.data[labels])
+    return h.sum()
+
+
+def replaced(buffer: Buffer, x: Tensor) -> Tensor:
+    buffer.data.add_(hidden(x)[0])
+    buffer.data.data = buffer.data.detach() * 2
+    return x.sum()
+
+
+def reset(buffer: Buffer, x: Tensor) -> Tensor:
+    buffer.data.add_(hidden(x)[0])
+    buffer.data.set_(torch.ones(4, 3, dtype=torch.float64))
+    return x.sum() + buffer.data.sum()
+
+
+def own_writes(buffer: Buffer, x: Tensor) -> Tensor:
+    buffer.row.mul_(0.5).add_(hidden(x)[0])
+    h = hidden(x) * 2
+    h.relu_().mul_(2)
+    buffer.row.add_(h[-1])
+    return h.sum()
+
+
 PROGRAMS = [
+    counted,
+    item,
+    clamped,
+    centers,
+    replaced,
+    reset,
+    own_writes,
     moving_average,
     scalars,
     interpolation,
@@ -124,7 +179,7 @@ def test_order_is_that_of_the_loop(program: Any, mode: Mode, run: Any) -> None:
         buffer = Buffer()
         with mode():
             results = how(program, buffer, instances())
-        outcomes.append([buffer.data, *results])
+        outcomes.append([buffer.data, buffer.row, buffer.single, *results])
     torch.testing.assert_close(outcomes[1], outcomes[0])
 
 
@@ -144,6 +199,58 @@ def test_updates_cause_no_flush(program: Any, mode: Mode) -> None:
         in_loop(program, eager, instances(16))
     assert version == eager.data._version
     torch.testing.assert_close(buffer.data, eager.data)
+
+
+def test_many_instances_use_one_buffer() -> None:
+    """Each instance waits for the one before it."""
+    buffers = []
+    for how in (in_loop, in_map):
+        buffer = Buffer()
+        with torch.no_grad():
+            how(other_ops, buffer, instances(100))
+        buffers.append(buffer.data)
+    torch.testing.assert_close(buffers[1], buffers[0])
+
+
+def test_an_instance_that_fails_releases_the_memory() -> None:
+    buffer = Buffer()
+
+    def one(x: Tensor) -> Tensor:
+        other_ops(buffer, x)
+        if len(x) == 3:
+            raise ValueError("the second instance")
+        return x
+
+    with torch.no_grad(), ab.batch(adaptive=False):
+        outcomes = ab.map(one, instances(), return_exceptions=True)
+        buffer.row.add_(hidden(instances()[0])[0])
+        assert buffer.row.sum() != 0
+    assert [isinstance(outcome, ValueError) for outcome in outcomes] == [False, True, False, False]
+
+
+def test_exports_see_the_updates() -> None:
+    buffer, x = Buffer(), instances()[0]
+    with torch.no_grad(), ab.batch(adaptive=False):
+        buffer.row.add_(hidden(x)[0])
+        shared = torch.from_dlpack(torch.utils.dlpack.to_dlpack(buffer.data))
+        array = np.from_dlpack(buffer.data).sum()
+    assert array == pytest.approx(float(hidden(x)[0].sum()))
+    torch.testing.assert_close(shared, buffer.data)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_batch_norm_and_in_place_activations_cause_no_flush(mapped: bool) -> None:
+    outcomes = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU(inplace=True)] * 2
+        network = nn.Sequential(*layers).double()
+        with ab.batch(enabled=enabled, adaptive=False) as scope:
+            given = instances(8)
+            results = ab.map(network, given) if mapped else [network(x) for x in given]
+        outcomes.append([*results, *network.buffers()])
+    torch.testing.assert_close(outcomes[1], outcomes[0])
+    assert len(scope.report().flushes) == 1
 
 
 def test_a_read_sees_the_updates_before_it() -> None:

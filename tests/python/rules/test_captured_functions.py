@@ -29,6 +29,20 @@ class Clipped(Function):
         return g.clamp(-0.1, 0.1)
 
 
+class Sine(Function):
+    """Saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * x.cos()
+
+
 class Between(Function):
     """Saves what is neither an argument nor a result, and keeps a tensor as an attribute."""
 
@@ -359,3 +373,50 @@ def test_shared_memory(program: Callable[[Tensor], list[Any]]) -> None:
             assert_same("value", value, other)
         else:
             assert value == other
+
+
+@pytest.mark.parametrize("max_pending", [None, 4])
+@pytest.mark.parametrize("reads", [True, False])
+def test_backward_runs_once_with_create_graph(reads: bool, max_pending: int | None) -> None:
+    """Two held results depend on a call whose backward is not linear in the gradient."""
+
+    def outcome(enabled: bool) -> Tensor:
+        w = (torch.arange(9, dtype=DOUBLE).view(3, 3) / 9).requires_grad_()
+        losses = []
+        with ab.batch(enabled=enabled, adaptive=False, max_pending=max_pending):
+            for i in range(3):
+                h = (torch.full((2 + i, 3), 0.5, dtype=DOUBLE) @ w).tanh()
+                h = h + Clipped.apply(h * 1)
+                total = h.sum()
+                if reads:
+                    total.item()
+                losses += [total, (h * 0.07).sum()]
+        (gradient,) = torch.autograd.grad(sum(losses), w, create_graph=True)
+        return gradient.detach()
+
+    assert_same("gradient", outcome(True), outcome(False))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_saved_arguments_that_become_real_before_backward(keeps: bool) -> None:
+    """A read in the block divides the record between the argument and the call."""
+
+    def outcome(enabled: bool) -> list[Any]:
+        w = (torch.arange(9, dtype=DOUBLE).view(3, 3) / 9).requires_grad_()
+        losses, kept = [], []
+        with ab.batch(enabled=enabled, adaptive=False):
+            for i in range(4):
+                h = (torch.ones(2 + i, 3, dtype=DOUBLE) @ w).tanh().clone()
+                h.mul_(0.5)
+                h.sum().item()
+                y = Sine.apply(h)
+                if keeps:
+                    y.retain_grad()
+                    kept.append(y)
+                losses.append(y.sum())
+        for loss in losses:
+            loss.backward()
+        return [w.grad, *(y.grad for y in kept)]
+
+    for value, other in zip(outcome(True), outcome(False), strict=True):
+        assert_same("gradient", value, other)
