@@ -52,10 +52,10 @@ bool is_target(Scope& scope, const Tensor& tensor) {
 }
 
 // Adds the pending tensors among the arguments to `found`.
-void find_pending(Arguments arguments, std::vector<PendingTensor*>& found) {
+void find_pending(Arguments arguments, std::vector<Tensor>& found) {
   for (const c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const Tensor& tensor) {
-      if (PendingTensor* pending = as_pending(tensor)) found.push_back(pending);
+      if (as_pending(tensor) != nullptr) found.push_back(tensor);
     });
   }
 }
@@ -104,12 +104,14 @@ void finish(Scope& scope, const std::vector<c10::Storage>& stale, const std::str
   };
   // While an instance of a map is suspended in compute(), other instances may add updates.
   while (std::ranges::any_of(scope.updates().waiting, is_updated)) {
-    std::vector<PendingTensor*> sources;
+    std::vector<Tensor> sources;  // kept alive: another instance may apply the updates
     for (const MemoryUpdate& update : scope.updates().waiting) {
       find_pending(update.arguments, sources);
     }
+    c10::SmallVector<PendingTensor*, 8> pending;
+    for (const Tensor& source : sources) pending.push_back(as_pending(source));
     const ClaimsHeld claims(scope, stale);
-    scope.compute(sources, reason);
+    scope.compute(pending, reason);
     apply_updates(scope);
   }
 }
@@ -167,9 +169,9 @@ void apply_updates(Scope& scope) {
   // If eager's op increases the version counter, the counter was increased by record_update.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   while (!waiting.empty()) {
-    std::vector<PendingTensor*> sources;
+    std::vector<Tensor> sources;
     find_pending(waiting.front().arguments, sources);
-    const auto is_lost = [](const PendingTensor* source) { return source->is_lost(); };
+    const auto is_lost = [](const Tensor& source) { return as_pending(source)->is_lost(); };
     if (std::ranges::any_of(sources, is_lost)) return drop_updates(scope);
     if (!sources.empty()) return;
     MemoryUpdate update = std::move(waiting.front());
@@ -225,7 +227,7 @@ ClaimsHeld::~ClaimsHeld() {
 }
 
 ClaimsHeld claim_written(Scope& scope, const OpInfo& op, Arguments arguments) {
-  std::vector<PendingTensor*> pending;
+  std::vector<Tensor> pending;
   find_pending(arguments, pending);
   std::vector<c10::Storage> storages;
   for_each_written(op, arguments, [&](const Tensor& to) {

@@ -228,6 +228,25 @@ def test_an_instance_that_fails_releases_the_memory() -> None:
     assert [isinstance(outcome, ValueError) for outcome in outcomes] == [False, True, False, False]
 
 
+def test_a_flush_of_another_instance_applies_the_updates() -> None:
+    """The first instance waits for the sources of its update. The second one flushes the block."""
+    buffer = Buffer()
+    given = instances(3)
+    with torch.no_grad(), ab.batch(adaptive=False) as scope:
+
+        def one(x: Tensor) -> Tensor:
+            if len(x) != 2:
+                scope.flush()
+                return x.sum()
+            buffer.row.add_(hidden(x)[0]).mul_(2)
+            return x.sum() * buffer.row.sum()
+
+        results = ab.map(one, given)
+    expected = 2 * hidden(given[0])[0]
+    torch.testing.assert_close(buffer.row, expected)
+    torch.testing.assert_close(results[0], given[0].sum() * expected.sum())
+
+
 def test_exports_see_the_updates() -> None:
     buffer, x = Buffer(), instances()[0]
     with torch.no_grad(), ab.batch(adaptive=False):
