@@ -51,7 +51,7 @@ py::object run(jit::Function& function, const std::optional<c10::IValue>& self,
   function.ensure_defined();
   const jit::Code code = code_of(jit::toGraphFunction(function));
   {
-    const Fiber::Pin pin;  // TorchScript has the address of the running interpreter
+    const Fiber::Pin pin;  // a thread-local variable has the address of the InterpreterState
     const py::gil_scoped_release no_gil;
     jit::InterpreterState(code).run(stack);
   }
@@ -102,7 +102,8 @@ struct Callable {
   const char* name;
   py::object (*run)(const py::handle& callee, const py::args& args, const py::kwargs& named);
   ternaryfunc replacement;
-  bool has_parameters;  // ops on the module's parameters are captured too
+  bool
+      has_parameters;  // ops on the module's parameters are captured even if no argument is pending
   ternaryfunc original = nullptr;
   PyObject* runner =
       nullptr;  // `run` as a pybind11 function, which translates TorchScript's errors

@@ -174,7 +174,7 @@ class DynamicCell:
     def _learn(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the function, and traces it if a program may result."""
+        """Runs the function. Traces the call if the trace can give a program."""
         if calls.why is not None:
             _C.note_plain_cell(self._name(), calls.why.text, calls.why.place)
         if calls.why is not None or calls.is_known(arguments.sizes()):

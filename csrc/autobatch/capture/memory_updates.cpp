@@ -24,8 +24,8 @@ using Arguments = at::ArrayRef<c10::IValue>;
 
 bool is_real_number(const c10::IValue& value) { return value.isInt() || value.isDouble(); }
 
-// Whether eager accepts the tensor as an operand of an update of `target`. Eager raises errors when
-// the op is called, so the flush must not raise them.
+// Whether eager accepts the tensor as an operand of an update of `target`. Eager raises the error
+// of a wrong operand at the call, so a call with such an operand is not kept as an update.
 bool is_source_for(const Tensor& target, const Tensor& source) {
   if (source.unsafeGetTensorImpl()->is_wrapped_number()) return !source.is_complex();
   return as_pending(source) != nullptr && source.scalar_type() == target.scalar_type() &&
@@ -166,7 +166,8 @@ void apply_updates(Scope& scope) {
   auto& waiting = scope.updates().waiting;
   if (waiting.empty()) return;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  // If eager's op increases the version counter, the counter was increased by record_update.
+  // The ops here must not increase the version counters. Where eager increases a counter,
+  // record_update() has already done so.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   while (!waiting.empty()) {
     std::vector<Tensor> sources;

@@ -1,7 +1,8 @@
 // Updates of ordinary memory by values that are still pending (`buffer.mul_(0.9).add_(x.mean(0),
-// alpha=0.1)`, running statistics). An update is kept until a flush has computed its sources. Then
-// the updates are applied in the order of the calls. Until then the memory is stale: each other op
-// that uses the memory, and each read of it, first finishes the updates.
+// alpha=0.1)`, running statistics). An update is kept until a flush has computed the pending values
+// that it uses, its sources. Then the updates are applied in the order of the calls. Until then the
+// memory is stale. A further update of stale memory is kept too. Any other op that uses the memory,
+// and any read of the memory, first finishes the updates.
 //
 // An in-place op on a tensor without other references needs no update, because the tensor itself
 // becomes pending (adopt.h).
@@ -40,17 +41,18 @@ struct MemoryUpdates {
   std::list<MemoryClaim> claims;
 };
 
-// Whether the call can be kept as an update: a pointwise in-place op, `copy_`, `fill_` or `zero_`
-// that autograd does not record. The other arguments are numbers, or pending tensors of the
-// target's dtype. No pending op reads the target's memory, and no other instance claims it.
+// Whether the call can be kept as an update. The op must be a pointwise in-place op, `copy_`,
+// `fill_` or `zero_` that autograd does not record, and the other arguments must be numbers or
+// pending tensors of the target's dtype. In addition, no pending op may read the target's memory,
+// and no instance of a map may claim it.
 bool is_update(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 // Keeps the call as an update. Returns false if the call has to run eagerly.
 bool record_update(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 // Keeps a call of `op` for later. The first argument is the target.
 void add_update(Scope& scope, const c10::OperatorHandle& op, std::vector<c10::IValue> arguments);
 
-// Applies the updates whose sources are computed, in order. If a source was lost, drops its update
-// and all later ones.
+// Applies the updates in order. Stops at the first update whose sources are not computed yet. If a
+// source was lost, drops its update and all later ones.
 void apply_updates(Scope& scope);
 
 // Must be called before arguments are used. If the memory of an argument is stale, waits for the
@@ -60,7 +62,7 @@ void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValu
 AUTOBATCH_INTERNAL void finish_updates(const at::Tensor& tensor, const char* read);
 
 // Must be called before a write to pending memory. If an earlier instance of a map waits for the
-// content of the memory, waits for the end of that instance, and returns true.
+// content of the memory, this function waits until that instance has ended, and returns true.
 bool await_readers(Scope& scope, const at::Tensor& written);
 
 // Claims the storages for the running instance of a map while this object exists. Does nothing

@@ -60,7 +60,7 @@ PyObjectArenaAllocator current_allocator() {
   return current;
 }
 
-// Whether other code has replaced this file's allocator, and calls it.
+// Whether other code has installed an allocator that calls the allocator of this file.
 bool is_wrapped = false;
 
 }  // namespace

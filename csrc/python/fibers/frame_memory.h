@@ -8,9 +8,9 @@
 
 namespace autobatch {
 
-// Both functions need the GIL. patches.h describes when they are called.
 extern Switch frame_memory_switch;
 
+// Both functions need the GIL. patches.h describes when they are called.
 void install_frame_memory();
 void remove_frame_memory();
 
