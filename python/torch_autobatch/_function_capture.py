@@ -231,6 +231,11 @@ class _Reapplied(Function):
 
 _why: WeakKeyDictionary[type[Function], str] = WeakKeyDictionary()
 
+# The number of calls in a row whose forward gave no pending result although an argument was
+# pending. From the last of them on, calls of the class run eagerly.
+_at_once: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
+_MOST_AT_ONCE = 4
+
 
 def why_not_captured(function: type[Function]) -> str:
     """Returns why forward of the class can't be captured; "" if it can."""
@@ -252,6 +257,14 @@ def _find_why(function: type[Function]) -> str:
     return ""
 
 
+def _note_pending(function: type[Function], any_pending: bool) -> None:
+    """Notes whether a result of forward is pending."""
+    count = 0 if any_pending else _at_once.get(function, 0) + 1
+    _at_once[function] = count
+    if count >= _MOST_AT_ONCE:
+        _why[function] = "custom autograd.Function whose forward computes its results immediately"
+
+
 def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
     """Calls the Function in a block. The ops of its forward are captured, and run in batches.
 
@@ -259,6 +272,7 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
     """
     call = Call(function, arguments)
     inputs = call.inputs
+    pending = any(map(_C.is_pending, inputs))
     with torch.no_grad():
         if function.setup_context is Function.setup_context:
             found = function.forward(call.context, *arguments)
@@ -272,6 +286,8 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
             if any(output is given for given in inputs):
                 outputs[place] = output.view_as(output)
         results = [outputs[place].detach() for place in call.differentiable]
+    if pending:
+        _note_pending(function, any(map(_C.is_pending, results)))
     if call.context.dirty_tensors:
         raise RuntimeError(
             f"{function.__name__}.forward calls ctx.mark_dirty() indirectly, which is not possible "

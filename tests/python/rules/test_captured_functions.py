@@ -420,3 +420,37 @@ def test_saved_arguments_that_become_real_before_backward(keeps: bool) -> None:
 
     for value, other in zip(outcome(True), outcome(False), strict=True):
         assert_same("gradient", value, other)
+
+
+class Assigned(Function):
+    """Writes to a real tensor, and returns this tensor (as torchdiffeq does)."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, value: Tensor) -> Tensor:
+        target.data[0] = value
+        return target
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        return g, g[0]
+
+
+def test_functions_that_compute_their_results_run_eagerly() -> None:
+    """Capturing such a call would only add to the cost of its flush."""
+
+    def outcome(enabled: bool) -> tuple[list[Any], ab.batch]:
+        w = (torch.arange(9, dtype=DOUBLE).view(3, 3) / 9).requires_grad_()
+        losses = []
+        with ab.batch(enabled=enabled, adaptive=False) as scope:
+            for i in range(8):
+                h = (torch.full((3,), float(i), dtype=DOUBLE) @ w).tanh()
+                losses.append((Assigned.apply(torch.zeros(2, 3, dtype=DOUBLE), h) * 2).sum())
+        sum(losses).backward()
+        return [*losses, w.grad], scope
+
+    expected, _ = outcome(False)
+    ours, scope = outcome(True)
+    for value, other in zip(ours, expected, strict=True):
+        assert_same("value", value, other)
+    reasons = " ".join(str(call) for call in scope.report().at_once)
+    assert "computes its results immediately" in reasons
