@@ -331,9 +331,8 @@ class Call {
   void mutate(const Scan& s) {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
-    if (any_written([this](const at::Tensor& to) { return await_readers(scope_, to); })) {
-      return info_.handle.callBoxed(stack_);  // the arguments' dispatch keys may have changed
-    }
+    const auto waits = [this](const at::Tensor& to) { return await_readers(scope_, to); };
+    if (any_written(waits)) return info_.handle.callBoxed(stack_);  // dispatch keys may be others
     if (flush_shared_memory(scope_, info_, arguments())) return at_once("writes to its arguments");
     const bool may_defer = s.plain && !left_to_eager_;
     if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;
@@ -352,9 +351,8 @@ class Call {
     const ClaimsHeld claims = claim_written(scope_, info_, arguments());
     note_at_once("writes to its arguments");
     make_real(info_, arguments(), ": ", "writes to its arguments");
-    if (any_written([&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); })) {
-      scope_.flush(info_.name + " writes to memory that pending ops read");
-    }
+    const auto is_read = [&](const at::Tensor& to) { return scope_.graph().reads_storage_of(to); };
+    if (any_written(is_read)) scope_.flush(info_.name + " writes to memory that pending ops read");
     for_each_written(info_, arguments(), [&](const at::Tensor& to) {
       if (as_pending(to) == nullptr) scope_.before_write(to);
     });
@@ -375,8 +373,8 @@ class Call {
   // Settles the deferred checks of values that the call writes to, because such checks need the
   // values from before the write.
   void settle_written_checks() {
-    if (!scope_.checks().any_waiting()) return;
-    if (any_written([this](const at::Tensor& tensor) { return scope_.is_checked(tensor); })) {
+    const auto is_checked = [this](const at::Tensor& tensor) { return scope_.is_checked(tensor); };
+    if (scope_.checks().any_waiting() && any_written(is_checked)) {
       scope_.settle_checks(info_.name + " writes to a value that a check waits for");
     }
   }
