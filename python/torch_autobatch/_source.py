@@ -6,6 +6,7 @@ import ast
 import dis
 import functools
 import linecache
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -53,10 +54,16 @@ def _holds(node: ast.AST, position: Position) -> bool:
     return (first, start) <= (line, column) and (end_line, end_column) <= (last, end)
 
 
+# CPython 3.11 has one recursion counter for the conversions of all threads. If two threads parse at
+# the same time, ast.parse can raise a SystemError (gh-106905).
+_parsing = threading.RLock()
+
+
 @functools.lru_cache(maxsize=64)
 def _tree_of(file: str) -> ast.Module | None:
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        with _parsing:
+            return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return None
 
