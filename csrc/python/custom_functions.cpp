@@ -290,11 +290,8 @@ PyObject* apply(const Applied& given_call) {
       call.named = named_arguments.ptr();
     }
   }
-  Scope* scope = capturing_scope();
-  const auto& keys = c10::impl::raw_local_dispatch_key_set;
-  const bool captures = scope != nullptr && keys.included().has(compat::kDeferKey) &&
-                        !keys.excluded().has(compat::kDeferKey);
-  const Given given = captures ? given_of(call) : Given{};
+  Scope* scope = reached_scope();
+  const Given given = scope != nullptr ? given_of(call) : Given{};
   if (!given.captured) return call.originally();
   if (c10::InferenceMode::is_enabled() && c10::GradMode::is_enabled()) {
     return apply_at_once(*scope, call, given, "gradients are recorded in inference mode");

@@ -229,12 +229,13 @@ PYBIND11_MODULE(_C, m) {
   });
   const auto empty_cache = [] {
     autobatch::free_waiting_objects();
+    const size_t frames = autobatch::free_frame_memory();
     const py::gil_scoped_release no_gil;
-    return autobatch::empty_cache();
+    return frames + autobatch::empty_cache();
   };
   m.def("empty_cache", empty_cache,
-        "Frees the buffers (at most 256 MiB) and the schedules that the library keeps for later "
-        "blocks. Returns the number of freed bytes.");
+        "Frees the buffers (at most 256 MiB), the schedules, and the memory of Python frames that "
+        "the library keeps for later blocks. Returns the number of freed bytes.");
   autobatch::add_cell_type(m.ptr());
   autobatch::add_cell_functions(m.ptr());
   autobatch::bind_compiled_subgraphs(m.ptr());

@@ -1,7 +1,6 @@
 #include "python/script_functions.h"
 
 #include "autobatch/capture/capture.h"
-#include "autobatch/common/compat.h"
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/pending_tensor.h"
 
@@ -11,7 +10,6 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,9 +34,10 @@ jit::Code code_of(jit::GraphFunction& function) {
   static auto* mutex = new std::mutex();
   const std::shared_ptr<jit::Graph> graph = function.graph();
   const std::lock_guard lock(*mutex);
-  std::erase_if(*known, [](const auto& entry) { return entry.second.graph.expired(); });
   const auto found = known->find(graph.get());
-  if (found != known->end()) return found->second.code;
+  // A graph that was freed may have had the same address.
+  if (found != known->end() && !found->second.graph.expired()) return found->second.code;
+  std::erase_if(*known, [](const auto& entry) { return entry.second.graph.expired(); });
   jit::Code code(function.optimized_graph(), function.name());
   known->emplace(graph.get(), Known{graph, code});
   return code;
@@ -82,12 +81,6 @@ bool are_captured(PyObject* args, PyObject* named) {
   return false;
 }
 
-bool is_capturing() {
-  const auto& keys = c10::impl::raw_local_dispatch_key_set;
-  return capturing_scope() != nullptr && keys.included().has(compat::kDeferKey) &&
-         !keys.excluded().has(compat::kDeferKey) && !jit::tracer::isTracing();
-}
-
 py::object run_function(const py::handle& callee, const py::args& args, const py::kwargs& named) {
   return run(*callee.cast<jit::StrongFunctionPtr&>().function_, std::nullopt, args, named);
 }
@@ -102,11 +95,11 @@ struct Callable {
   const char* name;
   py::object (*run)(const py::handle& callee, const py::args& args, const py::kwargs& named);
   ternaryfunc replacement;
-  bool
-      has_parameters;  // ops on the module's parameters are captured even if no argument is pending
+  // Whether ops may be captured even if no argument is pending: ops on the module's parameters.
+  bool has_parameters;
   ternaryfunc original = nullptr;
-  PyObject* runner =
-      nullptr;  // `run` as a pybind11 function, which translates TorchScript's errors
+  // `run` as a pybind11 function, which translates TorchScript's errors.
+  PyObject* runner = nullptr;
 
   PyTypeObject* type() const {
     static auto* module = py::module_::import("torch._C").release().ptr();
@@ -118,7 +111,8 @@ struct Callable {
   }
   void remove() const { type()->tp_call = original; }
   PyObject* call(PyObject* self, PyObject* args, PyObject* named) const {
-    if (!is_capturing() || !(has_parameters || are_captured(args, named))) {
+    if (reached_scope() == nullptr || jit::tracer::isTracing() ||
+        !(has_parameters || are_captured(args, named))) {
       return original(self, args, named);
     }
     PyObject* first = PyTuple_Pack(1, self);

@@ -231,8 +231,8 @@ class _Reapplied(Function):
 
 _why: WeakKeyDictionary[type[Function], str] = WeakKeyDictionary()
 
-# The number of calls in a row whose forward gave no pending result although an argument was
-# pending. From the last of them on, calls of the class run eagerly.
+# The number of calls in a row whose forward gave no pending result. (Some argument of each call was
+# pending.) After _MOST_AT_ONCE such calls, calls of the class run eagerly.
 _at_once: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
 _MOST_AT_ONCE = 4
 
@@ -259,8 +259,11 @@ def _find_why(function: type[Function]) -> str:
 
 def _note_pending(function: type[Function], any_pending: bool) -> None:
     """Notes whether a result of forward is pending."""
-    count = 0 if any_pending else _at_once.get(function, 0) + 1
-    _at_once[function] = count
+    if any_pending:
+        if _at_once:
+            _at_once.pop(function, None)
+        return
+    count = _at_once[function] = _at_once.get(function, 0) + 1
     if count >= _MOST_AT_ONCE:
         _why[function] = "custom autograd.Function whose forward computes its results immediately"
 
@@ -268,11 +271,10 @@ def _note_pending(function: type[Function], any_pending: bool) -> None:
 def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
     """Calls the Function in a block. The ops of its forward are captured, and run in batches.
 
-    Returns what ``apply`` returns.
+    Some argument is pending. Returns what ``apply`` returns.
     """
     call = Call(function, arguments)
     inputs = call.inputs
-    pending = any(map(_C.is_pending, inputs))
     with torch.no_grad():
         if function.setup_context is Function.setup_context:
             found = function.forward(call.context, *arguments)
@@ -286,8 +288,7 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
             if any(output is given for given in inputs):
                 outputs[place] = output.view_as(output)
         results = [outputs[place].detach() for place in call.differentiable]
-    if pending:
-        _note_pending(function, any(map(_C.is_pending, results)))
+    _note_pending(function, any(map(_C.is_pending, results)))
     if call.context.dirty_tensors:
         raise RuntimeError(
             f"{function.__name__}.forward calls ctx.mark_dirty() indirectly, which is not possible "

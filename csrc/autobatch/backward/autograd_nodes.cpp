@@ -225,8 +225,8 @@ class ExitNode final : public torch::autograd::Node {
   // Runs the ops that the held values depend on again, one by one, and computes gradients through
   // them. Used if each op must be visible to autograd (create_graph=True) or to a transform.
   void replay(Recompute& replay, variable_list& out) const {
-    replay.differentiate();
-    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+    const bool any = replay.differentiate();
+    if (any && !torch::autograd::get_current_graph_task_keep_graph()) {
       note_recomputed(*record_, replay.nodes());
     }
     size_t next = 0;

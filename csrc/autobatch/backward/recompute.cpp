@@ -66,8 +66,8 @@ void Recompute::add_root(ValueId held, const at::Tensor& gradient, const Edges& 
   edges_.cuts.insert(edges.cuts.begin(), edges.cuts.end());
 }
 
-void Recompute::differentiate() {
-  if (roots_.empty()) return;
+bool Recompute::differentiate() {
+  if (roots_.empty()) return false;
   forget_constants();
   const bool create_graph = c10::GradMode::is_enabled();
   std::vector<at::Tensor> roots, gradients;
@@ -94,12 +94,13 @@ void Recompute::differentiate() {
     inputs.push_back(tensor);
     targets.emplace_back(&cut_grads_, id);
   }
-  if (inputs.empty() || roots.empty()) return;
+  if (inputs.empty() || roots.empty()) return true;
   const auto grads = torch::autograd::grad(roots, inputs, gradients, /*retain_graph=*/true,
                                            create_graph, /*allow_unused=*/true);
   for (size_t i = 0; i < grads.size(); ++i) {
     if (grads[i].defined()) add(*targets[i].first, targets[i].second, grads[i]);
   }
+  return true;
 }
 
 // If a value that was read as a constant now gets a gradient, drops all recomputed tensors. They

@@ -29,8 +29,9 @@ class Recompute {
   // Computes the gradients of graph inputs, and of the held values that cut the graph, given the
   // gradients that were noted since the last call. Adds the results to the collected gradients. The
   // gradients have an autograd graph if grad mode is on. All roots are differentiated together:
-  // the backward of a custom autograd.Function need not be linear, so it must run once.
-  void differentiate();
+  // the backward of a custom autograd.Function need not be linear, so it must run once. Returns
+  // false if there is no root.
+  bool differentiate();
 
   // Returns the gradient collected so far for a graph input or a held value, and removes it.
   // Returns an undefined tensor if there is no gradient.

@@ -34,6 +34,9 @@ AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
 // Returns this thread's scope if ops are captured now, else null.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 Scope* capturing_scope(const CaptureState& state);
+// Like capturing_scope(), but also returns null if calls of this thread pass by the kernels of
+// capture. For code that handles a call before it is dispatched.
+AUTOBATCH_INTERNAL Scope* reached_scope();
 // Sets whether ops of this thread run eagerly although a scope is open. Has no effect without a
 // scope. Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_eager(bool eager);

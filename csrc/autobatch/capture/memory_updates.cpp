@@ -197,17 +197,18 @@ void finish_updates(const Tensor& tensor, const char* read) {
 }
 
 bool await_readers(Scope& scope, const Tensor& written) {
-  const PendingTensor* target = as_pending(written);
-  const Fiber* fiber = Fiber::suspendable();
-  if (fiber == nullptr || target == nullptr || target->graph() != &scope.graph()) return false;
+  Fiber* fiber = Fiber::current();
+  const PendingTensor* target = fiber == nullptr ? nullptr : as_pending(written);
+  if (target == nullptr || target->graph() != &scope.graph()) return false;
   Graph& graph = scope.graph();
   const ValueId base = graph.value(target->value()).base;
   const Memory* memory = graph.memory_of(base);
   if (memory == nullptr || memory->writer == fiber->number()) return false;
+  if (Fiber::suspendable() == nullptr) return false;
   const uint64_t reader = fiber->find_reader([&](const PendingTensor* wanted) {
     return wanted->graph() == &graph && graph.value(wanted->value()).base == base;
   });
-  return reader != 0 && Fiber::current()->wait_for_end(reader);
+  return reader != 0 && fiber->wait_for_end(reader);
 }
 
 ClaimsHeld::ClaimsHeld(Scope& scope, std::vector<c10::Storage> storages) : scope_(scope) {
@@ -228,9 +229,10 @@ ClaimsHeld::~ClaimsHeld() {
 }
 
 ClaimsHeld claim_written(Scope& scope, const OpInfo& op, Arguments arguments) {
+  std::vector<c10::Storage> storages;
+  if (Fiber::current() == nullptr) return ClaimsHeld(scope, std::move(storages));
   std::vector<Tensor> pending;
   find_pending(arguments, pending);
-  std::vector<c10::Storage> storages;
   for_each_written(op, arguments, [&](const Tensor& to) {
     if (as_pending(to) == nullptr && !pending.empty()) storages.push_back(to.storage());
   });

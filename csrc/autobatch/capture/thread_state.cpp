@@ -55,6 +55,13 @@ bool may_apply_cells(Scope& scope) {
 
 Scope* capturing_scope() { return capturing_scope(CaptureState::current()); }
 
+Scope* reached_scope() {
+  const CaptureState& state = CaptureState::current();
+  const bool reached = state.keys->included().has(compat::kDeferKey) &&
+                       !state.keys->excluded().has(compat::kDeferKey);
+  return reached ? capturing_scope(state) : nullptr;
+}
+
 Scope* capturing_scope(const CaptureState& state) {
   Scope* scope = state.scope;
   const bool captures = scope != nullptr && !state.eager && !scope->is_passive() &&

@@ -42,7 +42,10 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   const auto waits = [](const auto& fiber) {
     return fiber->state_ == Fiber::State::kWaitsForValues;
   };
-  if (resume_after_ends()) return true;
+  {
+    const Timer timer(in_fibers_);
+    if (resume_after_ends()) return true;
+  }
   if (std::ranges::none_of(fibers_, waits)) return false;
   bool ran = run_slice(bound);
   std::vector<Fiber*> ready, to_compute;

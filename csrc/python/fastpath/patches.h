@@ -17,7 +17,7 @@ namespace autobatch {
 //     history, and do not compute its value;
 //   - in-place methods on tensors that are not pending (in_place_calls.h);
 //   - reads and exports of a tensor's memory without an op (`numpy`, `data_ptr`, `untyped_storage`,
-//     DLPack), because the memory may belong to running statistics with pending updates;
+//     DLPack), because the memory may have pending updates (memory_updates.h);
 //   - truth values of tensors, for deferred checks (deferred_checks.h);
 //   - `Tensor.new_tensor` and `Tensor.new`, because PyTorch's own methods can't find the device of
 //     a pending tensor;

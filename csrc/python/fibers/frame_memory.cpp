@@ -77,8 +77,13 @@ void remove_frame_memory() {
   if (!is_wrapped) PyObject_SetArenaAllocator(&original);
 }
 
-void free_frame_memory() {
-  while (void* chunk = kept().take()) original.free(original.ctx, chunk, kChunk);
+size_t free_frame_memory() {
+  size_t freed = 0;
+  while (void* chunk = kept().take()) {
+    original.free(original.ctx, chunk, kChunk);
+    freed += kChunk;
+  }
+  return freed;
 }
 
 }  // namespace autobatch

@@ -6,6 +6,8 @@
 
 #include "autobatch/common/switches.h"
 
+#include <cstddef>
+
 namespace autobatch {
 
 extern Switch frame_memory_switch;
@@ -14,7 +16,7 @@ extern Switch frame_memory_switch;
 void install_frame_memory();
 void remove_frame_memory();
 
-// Frees the kept memory.
-void free_frame_memory();
+// Frees the kept memory. Returns the number of freed bytes.
+size_t free_frame_memory();
 
 }  // namespace autobatch
