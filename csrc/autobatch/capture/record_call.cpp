@@ -253,8 +253,8 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   return true;
 }
 
-// Whether the base of the views of this value requires grad. Then a view made under no_grad() is a
-// leaf that requires grad, too.
+// Whether the base of the views of this value requires grad. In this case eager makes a view under
+// no_grad() a leaf that requires grad.
 bool base_requires_grad(const Graph& graph, ValueId id) {
   const Value& root = graph.value(root_of(graph.tape(), id));
   if (!root.is_graph_input()) return graph.requires_grad_now(root.base);

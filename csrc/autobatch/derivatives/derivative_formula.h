@@ -4,8 +4,9 @@
 // the recorded ops are called with the tensors of the node. These calls are captured like any other
 // call (captured_gradient.h).
 //
-// An op that reads data or draws random numbers has no formula, because the list of ops would
-// depend on the values.
+// If tracing meets an op that reads values or draws random numbers, there is no formula, because the
+// list of ops would depend on the values. Dropout has a formula, because its replay uses the stored
+// mask.
 #pragma once
 
 #include "autobatch/graph/graph.h"

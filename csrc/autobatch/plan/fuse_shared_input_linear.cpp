@@ -29,7 +29,8 @@ class SharedInputFuser {
   }
 
  private:
-  // Siblings have the same x and rule. All or none have a bias, and all or no results require grad.
+  // Siblings have the same x and rule. Either all or none have a bias, and either all or none of
+  // their results require grad.
   using Kind = std::tuple<ValueId, const Rule*, bool, bool>;
 
   void find_groups() {

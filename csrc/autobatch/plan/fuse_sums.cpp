@@ -71,8 +71,8 @@ class SumFuser {
     return most >= kLeastTerms;
   }
 
-  // Returns the number of terms of an addition's result, kLeastTerms at most; 0 if no addition of
-  // this graph computes the value.
+  // Returns the number of terms of the value `id` as a sum, at most kLeastTerms. Returns 0 if no
+  // addition of this graph computes the value.
   uint8_t terms_of(ValueId id) const {
     const NodeId producer = tape_.values[id].node;
     const uint32_t number = producer == kNone ? kNone : graph_.number(producer);

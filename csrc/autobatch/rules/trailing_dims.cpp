@@ -13,15 +13,16 @@ using torch::jit::Stack;
 
 // Which trailing dimensions of argument 0 an op works on.
 enum class Tail : uint8_t {
-  kDim,    // from the dimension in `argument` on
-  kDims,   // from the first dimension of the list in `argument` on
-  kShape,  // as many as the list in `argument` has elements
+  kDim,     // from the dimension in `argument` on
+  kDims,    // from the first dimension of the list in `argument` on
+  kShape,   // as many as the list in `argument` has elements
+  kMatrix,  // the last two: the op works on matrices
 };
 
 struct TailOp {
   const char* op;
   Tail tail;
-  size_t argument;
+  size_t argument = 0;
 };
 
 const TailOp kTailOps[] = {
@@ -67,6 +68,42 @@ const TailOp kTailOps[] = {
     {"aten::kthvalue", Tail::kDim, 2},
     {"aten::median.dim", Tail::kDim, 1},
     {"aten::linalg_cross", Tail::kDim, 2},
+    {"aten::linalg_matrix_norm", Tail::kDims, 2},
+    {"aten::linalg_matrix_norm.str_ord", Tail::kDims, 2},
+    {"aten::linalg_cholesky", Tail::kMatrix},
+    {"aten::linalg_cholesky_ex", Tail::kMatrix},
+    {"aten::cholesky", Tail::kMatrix},
+    {"aten::cholesky_solve", Tail::kMatrix},
+    {"aten::cholesky_inverse", Tail::kMatrix},
+    {"aten::linalg_solve_triangular", Tail::kMatrix},
+    {"aten::triangular_solve", Tail::kMatrix},
+    {"aten::linalg_solve", Tail::kMatrix},
+    {"aten::linalg_solve_ex", Tail::kMatrix},
+    {"aten::linalg_inv", Tail::kMatrix},
+    {"aten::linalg_inv_ex", Tail::kMatrix},
+    {"aten::inverse", Tail::kMatrix},
+    {"aten::linalg_pinv.atol_rtol_tensor", Tail::kMatrix},
+    {"aten::pinverse", Tail::kMatrix},
+    {"aten::linalg_det", Tail::kMatrix},
+    {"aten::det", Tail::kMatrix},
+    {"aten::logdet", Tail::kMatrix},
+    {"aten::linalg_slogdet", Tail::kMatrix},
+    {"aten::slogdet", Tail::kMatrix},
+    {"aten::linalg_eigh", Tail::kMatrix},
+    {"aten::linalg_eigvalsh", Tail::kMatrix},
+    {"aten::linalg_eig", Tail::kMatrix},
+    {"aten::linalg_eigvals", Tail::kMatrix},
+    {"aten::linalg_cond", Tail::kMatrix},
+    {"aten::linalg_matrix_rank.atol_rtol_tensor", Tail::kMatrix},
+    {"aten::linalg_svd", Tail::kMatrix},
+    {"aten::linalg_svdvals", Tail::kMatrix},
+    {"aten::svd", Tail::kMatrix},
+    {"aten::linalg_qr", Tail::kMatrix},
+    {"aten::qr", Tail::kMatrix},
+    {"aten::linalg_matrix_exp", Tail::kMatrix},
+    {"aten::matrix_exp", Tail::kMatrix},
+    {"aten::linalg_matrix_power", Tail::kMatrix},
+    {"aten::matrix_power", Tail::kMatrix},
 };
 
 class TailRule final : public RowsCall {
@@ -92,7 +129,13 @@ class TailRule final : public RowsCall {
     if (inferred->dim() < leading) return nullptr;
     at::DimVector sizes(x.sizes.begin(), x.sizes.begin() + leading);
     sizes.append(inferred->sizes.begin() + leading, inferred->sizes.end());
-    return builder.graph().geometries().intern_contiguous(sizes);
+    if (entry_.tail != Tail::kMatrix) return builder.graph().geometries().intern_contiguous(sizes);
+    // The matrices of a result may be column-major. They lie one after the other.
+    const at::DimVector strides = strides_of(*inferred, leading, sizes);
+    if (strides_of(*inferred, leading, inferred->sizes) != at::IntArrayRef(inferred->strides)) {
+      return nullptr;
+    }
+    return builder.graph().geometries().intern(sizes, strides);
   }
 
  protected:
@@ -107,6 +150,17 @@ class TailRule final : public RowsCall {
 
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
     is_weight(batch, slot) ? batch.add_single(slot, grad) : batch.add(slot, grad);
+  }
+
+  void put(Batch& batch, const LocalGraph& graph) const override {
+    if (entry_.tail != Tail::kMatrix) return RowsCall::put(batch, graph);
+    for (size_t k = 0; k < graph.outputs.size(); ++k) {
+      const Tensor& result = graph.outputs[k];
+      const Geometry& each = *batch.result_value(0, k).geometry;
+      at::DimVector strides{c10::multiply_integers(result.sizes().slice(1))};
+      strides.append(each.strides.begin() + leading_of(batch), each.strides.end());
+      batch.output(k).as_strided(result.sizes(), strides).copy_(result.detach());
+    }
   }
 
   // Changes dimensions so that they count from the end, because the call for all instances merges
@@ -137,6 +191,8 @@ class TailRule final : public RowsCall {
     switch (entry_.tail) {
       case Tail::kDim:
         return argument.isInt() ? from(argument.toInt()) : 0;
+      case Tail::kMatrix:
+        return 2;
       default:
         break;
     }
@@ -173,16 +229,35 @@ class TailRule final : public RowsCall {
     return weight || add_row(builder, *value.geometry, x, leading);
   }
 
-  // Returns false unless `g` is row-major with the rank and the leading sizes of `x`. Adds its
-  // trailing sizes to the key.
-  static bool add_row(NodeBuilder& builder, const Geometry& g, const Geometry& x, int64_t leading) {
-    if (!g.canonical->contiguous || g.dim() != x.dim()) return false;
+  // Returns false unless `g` has the rank and the leading sizes of `x`, and is row-major where the
+  // op does not work on matrices. Adds the trailing sizes and the layout of matrices to the key,
+  // because the layout of a result can depend on the layout of an operand.
+  bool add_row(NodeBuilder& builder, const Geometry& g, const Geometry& x, int64_t leading) const {
+    const bool of_matrices = entry_.tail == Tail::kMatrix;
+    if (!(g.canonical->contiguous || of_matrices) || g.dim() != x.dim()) return false;
+    if (of_matrices && g.numel == 0) return false;  // eager's result has another layout
+    const bool strided = of_matrices && !g.contiguous;
+    builder.key(strided ? 1 : 0);
     for (int64_t d = 0; d < g.dim(); ++d) {
       if (d < leading && g.sizes[d] != x.sizes[d]) return false;
       if (d >= leading && g.sizes[d] == 0) return false;
       if (d >= leading) builder.key(static_cast<uint64_t>(g.sizes[d]));
+      if (d >= leading && strided) builder.key(static_cast<uint64_t>(g.strides[d]));
     }
     return true;
+  }
+
+  // Returns the strides of a result with these sizes whose rows have the layout of the rows of
+  // `inferred` and lie one after the other.
+  static at::DimVector strides_of(const Geometry& inferred, int64_t leading,
+                                  at::IntArrayRef sizes) {
+    at::DimVector strides(inferred.strides.begin(), inferred.strides.end());
+    int64_t step = c10::multiply_integers(sizes.slice(leading));
+    for (int64_t d = leading; d-- > 0;) {
+      strides[d] = step;
+      step *= std::max<int64_t>(sizes[d], 1);
+    }
+    return strides;
   }
 
   int64_t leading_of(const BatchView& batch) const {
