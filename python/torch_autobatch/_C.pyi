@@ -61,6 +61,8 @@ def run_fibers(
     serve: Callable[[list[Any]], list[Any]],
     tensors_in: Callable[[Any], list[torch.Tensor]],
     note_shared: Callable[[BaseException], None],
+    watches: bool,
+    warn: Callable[[str], None],
     /,
 ) -> list[Any]: ...
 

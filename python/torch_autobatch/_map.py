@@ -1,6 +1,10 @@
 """``map``: a loop over instances whose code may read values in the middle."""
 
+import functools
 import threading
+import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
@@ -112,6 +116,10 @@ def map(
             note that names the instance. Instances before it run to their end. In instances after
             it, ``GreenletExit`` is raised at their current position. KeyboardInterrupt and
             SystemExit end all instances.
+
+    Warns:
+        RuntimeWarning: instances used a shared buffer in another order than a loop, in the first
+            map of ``fn``. Later maps keep the order of a loop.
     """
     _check(fn, max_live, unpack, return_exceptions, enabled)
     call, instances = _with_one_argument(fn, instances, more, unpack)
@@ -206,6 +214,8 @@ def _run(
                     _serve,
                     _tensors_in,
                     note_shared_state,
+                    _is_new(fn),
+                    _warn_of_order,
                 )
     except TypeError as error:
         if call is fn and "required positional argument" in str(error):
@@ -231,6 +241,54 @@ def _loop(
                 raise
             results.append(error)
     return results
+
+
+# --- the order of uses of shared memory ---
+
+# By module, or by code object if a function has no modules: the modes in which maps have run it.
+_known: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
+
+
+def _is_new(function: Any) -> bool:
+    """Returns whether no map has run this function with these modules in these modes yet.
+
+    A module may write to its buffers in training only.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or type(function)
+    values = [getattr(function, "__self__", function)]
+    if isinstance(function, types.FunctionType):
+        table = function.__globals__
+        values += [table[name] for name in function.__code__.co_names if name in table]
+        values += [_content(cell) for cell in function.__closure__ or ()]
+    modules = [value for value in values if isinstance(value, torch.nn.Module)]
+    mode = (id(code), torch.is_grad_enabled(), *(module.training for module in modules))
+    is_new = False
+    owners: list[Any] = [*modules] or [code]
+    for owner in owners:
+        modes = _known.setdefault(owner, set())
+        is_new = is_new or mode not in modes
+        modes.add(mode)
+    return is_new
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return None
+
+
+def _warn_of_order(what: str) -> None:
+    """Warns that instances used a shared tensor in another order than a loop."""
+    text = (
+        f"ab.map: {what}. A loop ends each instance before it begins the next one, so the results "
+        "of this call may differ from a loop's. From now on, an instance waits for the earlier "
+        "instances before it uses a tensor that this call has written to. If the results of the "
+        "first call matter, use a loop in ab.batch() instead of ab.map"
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
 def _tensors_in(result: Any) -> list[torch.Tensor]:

@@ -48,9 +48,7 @@ class Call {
 
   void run() {
     if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
-    if (scope_.graph().has_stale() && !may_update()) {
-      finish_updates(scope_, info_.name, arguments());
-    }
+    prepare_memory(scope_, info_, arguments());
     if (info_.index_argument >= 0) look_at_indices();
     if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
@@ -127,11 +125,6 @@ class Call {
            !state.keys->excluded().has(c10::DispatchKey::ADInplaceOrView);
   }
 
-  // Whether the call may become an update of memory that is stale already.
-  bool may_update() const {
-    return info_.action_on(arguments()) == Action::kMutate &&
-           (info_.keeps_statistics || is_update(scope_, info_, arguments()));
-  }
   static bool is_captured(const Scan& s) { return s.plain && (s.pending || s.is_recorded); }
 
   // Decides how the call is handled. The table is in op_registry.cpp.

@@ -1,6 +1,7 @@
 #include "autobatch/capture/memory_updates.h"
 
 #include "autobatch/capture/arguments.h"
+#include "autobatch/capture/memory_order.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/foreign_memory.h"
@@ -36,7 +37,13 @@ bool is_on(const MemoryClaim& claim, const c10::Storage& storage) {
   return claim.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
 }
 
+bool is_ordered(Scope& scope, const c10::Storage& storage) {
+  const MemoryOrder* order = scope.updates().order;
+  return order != nullptr && order->is_ordered(storage);
+}
+
 bool is_claimed(Scope& scope, const c10::Storage& storage) {
+  if (is_ordered(scope, storage)) return true;
   return std::ranges::any_of(scope.updates().claims,
                              [&](const MemoryClaim& claim) { return is_on(claim, storage); });
 }
@@ -79,12 +86,13 @@ void drop_updates(Scope& scope) {
   waiting.clear();
 }
 
-// Waits for the end of an earlier instance that claims one of the storages. Returns false if there
-// is none.
+// Waits for the end of an earlier instance that has to use one of the storages first. Returns false
+// if there is none.
 bool await_claim(Scope& scope, const std::vector<c10::Storage>& storages) {
   Fiber* fiber = Fiber::suspendable();
   if (fiber == nullptr) return false;
   for (const c10::Storage& storage : storages) {
+    if (is_ordered(scope, storage) && fiber->wait_for_earlier()) return true;
     for (const MemoryClaim& claim : scope.updates().claims) {
       if (is_on(claim, storage) && fiber->wait_for_end(claim.fiber)) return true;
     }
@@ -114,6 +122,13 @@ void finish(Scope& scope, const std::vector<c10::Storage>& stale, const std::str
     scope.compute(pending, reason);
     apply_updates(scope);
   }
+}
+
+template <class Is>
+bool all_written(const OpInfo& op, Arguments arguments, const Is& is) {
+  bool all = true;
+  for_each_written(op, arguments, [&](const Tensor& tensor) { all = all && is(tensor); });
+  return all;
 }
 
 }  // namespace
@@ -185,6 +200,16 @@ void apply_updates(Scope& scope) {
 void finish_updates(Scope& scope, const std::string& op, Arguments arguments) {
   const std::vector<c10::Storage> stale = find_stale(scope.graph(), arguments);
   if (!stale.empty()) finish(scope, stale, op + ": needs memory that a captured op updates");
+}
+
+void prepare_memory(Scope& scope, const OpInfo& op, Arguments arguments) {
+  if (!scope.graph().has_stale()) return;
+  const auto is_free = [&](const Tensor& to) { return !is_ordered(scope, to.storage()); };
+  const bool may_update =
+      op.action_on(arguments) == Action::kMutate &&
+      (op.keeps_statistics ? all_written(op, arguments, is_free) : is_update(scope, op, arguments));
+  if (!may_update) finish_updates(scope, op.name, arguments);
+  if (MemoryOrder* order = scope.updates().order) order->note(op, arguments);
 }
 
 void finish_updates(const Tensor& tensor, const char* read) {

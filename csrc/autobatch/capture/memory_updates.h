@@ -20,6 +20,7 @@
 
 namespace autobatch {
 
+class MemoryOrder;
 class Scope;
 
 struct MemoryUpdate {
@@ -39,6 +40,7 @@ struct MemoryClaim {
 struct MemoryUpdates {
   std::list<MemoryUpdate> waiting;  // in the order of the calls
   std::list<MemoryClaim> claims;
+  MemoryOrder* order = nullptr;  // of the map that runs
 };
 
 // Whether the call can be kept as an update. The op must be a pointwise in-place op, `copy_`,
@@ -56,8 +58,12 @@ void add_update(Scope& scope, const c10::OperatorHandle& op, std::vector<c10::IV
 void apply_updates(Scope& scope);
 
 // Must be called before arguments are used. If the memory of an argument is stale, waits for the
-// earlier instances of a map that claim the memory, computes the sources and applies the updates.
+// earlier instances of a map that have to use the memory first, computes the sources and applies
+// the updates.
 void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments);
+// Must be called before a call uses its arguments. Like finish_updates, unless the call may itself
+// become an update.
+void prepare_memory(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 // Like finish_updates for arguments, but for a read that is not an op.
 AUTOBATCH_INTERNAL void finish_updates(const at::Tensor& tensor, const char* read);
 

@@ -168,6 +168,12 @@ bool Fiber::wait_for_end(uint64_t number) {
   return suspend(State::kWaitsForEnd);
 }
 
+bool Fiber::wait_for_earlier() {
+  const auto runs = [](const auto& fiber) { return fiber->state_ != State::kEnded; };
+  const auto first = std::ranges::find_if(pool_.fibers_, runs);
+  return first != pool_.fibers_.end() && wait_for_end((*first)->number_);
+}
+
 bool Fiber::wait_for_host() { return suspend(State::kWaitsForHost); }
 
 Fiber* Fiber::next_served() { return own_state_.has_value() ? nullptr : pool_.next_served(); }

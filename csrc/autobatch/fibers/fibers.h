@@ -106,6 +106,9 @@ class Fiber {
   // the pool runs. Returns false, without waiting, unless the number belongs to an earlier fiber of
   // the same pool that has not ended.
   bool wait_for_end(uint64_t number);
+  // Suspends this fiber until the first earlier fiber of the pool that has not ended has ended.
+  // Returns false, without waiting, if all earlier fibers have ended.
+  bool wait_for_earlier();
   // Returns the number of the first earlier fiber of the pool that waits for a tensor for which
   // `is_awaited` returns true. Returns 0 if there is none.
   template <class IsAwaited>
@@ -115,6 +118,7 @@ class Fiber {
   // false if the fiber could not be suspended.
   AUTOBATCH_INTERNAL bool wait_for_host();
 
+  bool is_of(const FiberPool& pool) const { return &pool == &pool_; }
   size_t index() const { return index_; }
   // Returns a number that no other fiber of the thread has. The number is never 0.
   uint64_t number() const { return number_; }

@@ -1,5 +1,6 @@
 #include "python/fibers/fibers.h"
 
+#include "autobatch/capture/memory_order.h"
 #include "python/fibers/greenlets.h"
 
 #include <torch/csrc/Exceptions.h>
@@ -203,20 +204,22 @@ PyObject* MapPool::finish() {
 
 // --- functions for Python ---
 
-// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared)
-// returns the list of function(x) for each x of the iterator. It calls these functions:
+// run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared,
+// watches, warn) returns the list of function(x) for each x of the iterator. `watches` tells
+// whether to note the order of uses of shared memory (memory_order.h). It calls these functions:
 //   serve(payloads) is called when all fibers wait and none waits for a value. The payloads are the
 //     arguments of the fibers' calls of wait_in_fiber. serve() returns a sequence with one outcome
 //     for each payload.
 //   tensors_in(result) returns the list of the tensors in a result.
 //   note_shared(error) adds a note to the error of an instance.
+//   warn(text) is called if instances used shared memory in another order than a loop.
 PyObject* run_fibers(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *function, *iterator, *serve, *tensors_in, *note_shared;
-  int return_exceptions = 0;
+  PyObject *function, *iterator, *serve, *tensors_in, *note_shared, *warn;
+  int return_exceptions = 0, watches = 0;
   Py_ssize_t max_live = 0;
-  if (PyArg_ParseTuple(args, "OOpnOOO", &function, &iterator, &return_exceptions, &max_live, &serve,
-                       &tensors_in, &note_shared) == 0) {
+  if (PyArg_ParseTuple(args, "OOpnOOOpO", &function, &iterator, &return_exceptions, &max_live,
+                       &serve, &tensors_in, &note_shared, &watches, &warn) == 0) {
     return nullptr;
   }
   Scope* scope = Scope::current();
@@ -226,8 +229,12 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
   // the stack while the greenlet is suspended.
   const auto pool = std::make_unique<MapPool>(*scope, static_cast<size_t>(max_live), function,
                                               iterator, return_exceptions != 0, serve, note_shared);
+  const auto order = std::make_unique<MemoryOrder>(*scope, *pool, watches != 0);
   pool->run();
   pool->compute_all(tensors_in);
+  if (const std::string& broken = order->broken(); !broken.empty()) {
+    if (!Ref(PyObject_CallFunction(warn, "s", broken.c_str()))) throw python_error();
+  }
   return pool->finish();
   END_HANDLE_TH_ERRORS
 }

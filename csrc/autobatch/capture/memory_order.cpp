@@ -1,0 +1,138 @@
+#include "autobatch/capture/memory_order.h"
+
+#include "autobatch/capture/arguments.h"
+#include "autobatch/common/host_hooks.h"
+#include "autobatch/fibers/fibers.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/scope/scope.h"
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+
+namespace autobatch {
+namespace {
+
+using at::Tensor;
+
+// No more parts of one storage are told apart.
+constexpr size_t kMostParts = 1024;
+
+using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+// The ordered memory of all maps of this thread.
+std::vector<Weak>& known_ordered() {
+  static thread_local std::vector<Weak> known;
+  return known;
+}
+
+bool is_ordinary(const Tensor& tensor) {
+  return as_pending(tensor) == nullptr && tensor.layout() == c10::kStrided && !tensor.is_meta() &&
+         tensor.numel() > 0 && tensor.has_storage();
+}
+
+// Whether the call only adds a number to integers, as counters do (`num_batches_tracked.add_(1)`).
+// The order of such calls does not matter.
+bool counts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
+  return op.name.starts_with("aten::add_.") && arguments[0].isTensor() &&
+         c10::isIntegralType(arguments[0].toTensor().scalar_type(), /*includeBool=*/false) &&
+         (!arguments[1].isTensor() || as_pending(arguments[1].toTensor()) == nullptr);
+}
+
+// Whether the call reads or writes elements. A view only makes a tensor.
+bool uses_elements(const OpInfo& op) {
+  return op.action != Action::kView && op.action != Action::kMetadata;
+}
+
+}  // namespace
+
+MemoryOrder::MemoryOrder(Scope& scope, const FiberPool& pool, bool watches)
+    : scope_(scope), pool_(pool), outer_(scope.updates().order), watches_(watches) {
+  scope.updates().order = this;
+  std::erase_if(known_ordered(), [](const Weak& storage) { return storage.expired(); });
+  for (const Weak& storage : known_ordered()) {
+    if (auto alive = storage.lock()) add_ordered(c10::Storage(std::move(alive)));
+  }
+  // Calls look at their arguments only if the graph has stale memory.
+  if (watches) {
+    add_ordered(c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(), nullptr, false));
+  }
+}
+
+MemoryOrder::~MemoryOrder() {
+  for (const c10::Storage& storage : stale_) scope_.graph().forget_stale(storage);
+  scope_.updates().order = outer_;
+}
+
+void MemoryOrder::add_ordered(c10::Storage storage) {
+  scope_.graph().note_stale(storage);
+  stale_.push_back(std::move(storage));
+}
+
+bool MemoryOrder::is_ordered(const c10::Storage& storage) const {
+  return std::ranges::any_of(stale_, [&](const c10::Storage& ordered) {
+    return ordered.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
+  });
+}
+
+void MemoryOrder::note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
+  const Fiber* fiber = Fiber::current();
+  if (!watches_ || fiber == nullptr || !fiber->is_of(pool_) || !uses_elements(op)) return;
+  if (counts(op, arguments)) return;
+  const bool mutates = op.action_on(arguments) == Action::kMutate;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool writes = mutates && i < 64 && (op.written_arguments >> i & 1) != 0;
+    for_each_tensor(arguments[i], [&](const Tensor& tensor) {
+      if (is_ordinary(tensor)) note(op.name, tensor, writes, static_cast<int64_t>(fiber->index()));
+    });
+  }
+}
+
+void MemoryOrder::note(const std::string& op, const Tensor& tensor, bool writes, int64_t instance) {
+  const c10::Storage& storage = tensor.storage();
+  const auto [found, is_new] = uses_.try_emplace(storage.unsafeGetStorageImpl(),
+                                                 Uses{storage.getWeakStorageImpl(), false, {}});
+  Uses& uses = found->second;
+  if (uses.parts.size() >= kMostParts) return;
+  uses.is_written = uses.is_written || writes;
+
+  Use use{tensor.storage_offset(), tensor.storage_offset() + 1, 0};
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    use.end += (tensor.size(d) - 1) * tensor.stride(d);
+    if (tensor.size(d) > 1) use.step = std::gcd(use.step, tensor.stride(d));
+  }
+  Use* same = nullptr;
+  for (Use& part : uses.parts) {
+    if (part.begin == use.begin && part.end == use.end && part.step == use.step) same = &part;
+    if (part.end <= use.begin || use.end <= part.begin) continue;
+    const int64_t step = std::gcd(part.step, use.step);
+    if (step != 0 && (part.begin - use.begin) % step != 0) continue;  // other columns
+    const int64_t other = writes ? std::max(part.reader, part.writer) : part.writer;
+    if (other <= instance || !broken_.empty()) continue;
+    std::ostringstream text;
+    text << op << (writes ? " of instance " : ": instance ") << instance
+         << (writes ? " writes to a tensor of shape " : " reads a tensor of shape ")
+         << tensor.sizes() << " after instance " << other
+         << (other == part.writer ? " has written to it" : " has read it");
+    const std::string site = current_site();
+    broken_ = text.str() + (site.empty() ? "" : " at " + site);
+  }
+  if (same == nullptr) same = &uses.parts.emplace_back(use);
+  int64_t& last = writes ? same->writer : same->reader;
+  last = std::max(last, instance);
+  if (!broken_.empty()) order_written();
+}
+
+// From now on, all memory that the instances have written is ordered.
+void MemoryOrder::order_written() {
+  watches_ = false;
+  for (auto& [impl, uses] : uses_) {
+    auto alive = uses.is_written ? uses.storage.lock() : nullptr;
+    if (alive == nullptr) continue;
+    known_ordered().push_back(uses.storage);
+    add_ordered(c10::Storage(std::move(alive)));
+  }
+  uses_.clear();
+}
+
+}  // namespace autobatch
