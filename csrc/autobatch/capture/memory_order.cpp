@@ -44,6 +44,22 @@ bool uses_elements(const OpInfo& op) {
   return op.action != Action::kView && op.action != Action::kMetadata;
 }
 
+MemoryOrder::Part part_of(const Tensor& tensor) {
+  MemoryOrder::Part part{tensor.storage_offset(), tensor.storage_offset() + 1, 0};
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    part.end += (tensor.size(d) - 1) * tensor.stride(d);
+    if (tensor.size(d) > 1) part.step = std::gcd(part.step, tensor.stride(d));
+  }
+  return part;
+}
+
+// Returns false only if no element is in both parts, as in two columns of a matrix.
+bool may_share(const MemoryOrder::Part& a, const MemoryOrder::Part& b) {
+  if (a.end <= b.begin || b.end <= a.begin) return false;
+  const int64_t step = std::gcd(a.step, b.step);
+  return step == 0 || (a.begin - b.begin) % step == 0;
+}
+
 }  // namespace
 
 MemoryOrder::MemoryOrder(Scope& scope, const FiberPool& pool, bool watches)
@@ -89,6 +105,7 @@ void MemoryOrder::note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
 }
 
 void MemoryOrder::note(const std::string& op, const Tensor& tensor, bool writes, int64_t instance) {
+  forget_released();
   const c10::Storage& storage = tensor.storage();
   const auto [found, is_new] = uses_.try_emplace(storage.unsafeGetStorageImpl(),
                                                  Uses{storage.getWeakStorageImpl(), false, {}});
@@ -96,31 +113,31 @@ void MemoryOrder::note(const std::string& op, const Tensor& tensor, bool writes,
   if (uses.parts.size() >= kMostParts) return;
   uses.is_written = uses.is_written || writes;
 
-  Use use{tensor.storage_offset(), tensor.storage_offset() + 1, 0};
-  for (int64_t d = 0; d < tensor.dim(); ++d) {
-    use.end += (tensor.size(d) - 1) * tensor.stride(d);
-    if (tensor.size(d) > 1) use.step = std::gcd(use.step, tensor.stride(d));
-  }
+  const Part part = part_of(tensor);
   Use* same = nullptr;
-  for (Use& part : uses.parts) {
-    if (part.begin == use.begin && part.end == use.end && part.step == use.step) same = &part;
-    if (part.end <= use.begin || use.end <= part.begin) continue;
-    const int64_t step = std::gcd(part.step, use.step);
-    if (step != 0 && (part.begin - use.begin) % step != 0) continue;  // other columns
-    const int64_t other = writes ? std::max(part.reader, part.writer) : part.writer;
-    if (other <= instance || !broken_.empty()) continue;
+  for (Use& use : uses.parts) {
+    if (use.part == part) same = &use;
+    const int64_t other = writes ? std::max(use.reader, use.writer) : use.writer;
+    if (other <= instance || !broken_.empty() || !may_share(use.part, part)) continue;
     std::ostringstream text;
     text << op << (writes ? " of instance " : ": instance ") << instance
          << (writes ? " writes to a tensor of shape " : " reads a tensor of shape ")
          << tensor.sizes() << " after instance " << other
-         << (other == part.writer ? " has written to it" : " has read it");
+         << (other == use.writer ? " has written to it" : " has read it");
     const std::string site = current_site();
     broken_ = text.str() + (site.empty() ? "" : " at " + site);
   }
-  if (same == nullptr) same = &uses.parts.emplace_back(use);
+  if (same == nullptr) same = &uses.parts.emplace_back(Use{part});
   int64_t& last = writes ? same->writer : same->reader;
   last = std::max(last, instance);
   if (!broken_.empty()) order_written();
+}
+
+// Drops the entries of memory that no longer exists, when the table has doubled.
+void MemoryOrder::forget_released() {
+  if (uses_.size() < forget_at_) return;
+  std::erase_if(uses_, [](const auto& entry) { return entry.second.storage.expired(); });
+  forget_at_ = 2 * uses_.size() + 4096;
 }
 
 // From now on, all memory that the instances have written is ordered.

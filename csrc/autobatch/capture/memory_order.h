@@ -32,6 +32,13 @@ class Scope;
 // The order of one map. An object of this class exists while the map runs.
 class MemoryOrder {
  public:
+  // The part of a storage that a strided tensor uses, in elements.
+  struct Part {
+    int64_t begin, end;
+    int64_t step;  // the greatest common divisor of the strides
+    bool operator==(const Part&) const = default;
+  };
+
   // `watches`: whether to note the uses of memory.
   AUTOBATCH_INTERNAL MemoryOrder(Scope& scope, const FiberPool& pool, bool watches);
   AUTOBATCH_INTERNAL ~MemoryOrder();
@@ -47,11 +54,9 @@ class MemoryOrder {
 
  private:
   using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
-  // The last instances that used the elements of one strided tensor; -1: none. Numbers are in
-  // elements.
+  // The last instances that used a part; -1: none.
   struct Use {
-    int64_t begin, end;
-    int64_t step;  // the greatest common divisor of the strides
+    Part part;
     int64_t reader = -1, writer = -1;
   };
   struct Uses {
@@ -61,6 +66,7 @@ class MemoryOrder {
   };
 
   void note(const std::string& op, const at::Tensor& tensor, bool writes, int64_t instance);
+  void forget_released();
   void order_written();
   void add_ordered(c10::Storage storage);
 
@@ -70,6 +76,7 @@ class MemoryOrder {
   std::vector<c10::Storage> stale_;  // the ordered memory, and a mark that makes calls be noted
   bool watches_;
   std::unordered_map<const c10::StorageImpl*, Uses> uses_;
+  size_t forget_at_ = 4096;  // number of entries
   std::string broken_;
 };
 
