@@ -207,11 +207,13 @@ struct Known {
   py::object check;  // null: the value must be read immediately
   py::tuple names;
   bool expected = false, is_of_torch = false;
+  bool is_passed_on = false;  // the function returns the tested tensor to its caller
 };
 
 // How a statement reads a truth value: by a method of a tensor, or by a call of a function that
-// returns the truth value.
-enum Method : uint8_t { kBool, kItem, kReturn };
+// returns the truth value, or that has returned a tensor early because of all(tensor) or
+// any(tensor).
+enum Method : uint8_t { kBool, kItem, kReturn, kNotAll, kAny };
 constexpr std::array<const char*, 3> kMethods = {"__bool__", "item", "return"};
 
 py::object ask_of_place(const char* function, const Frame& frame, Method method) {
@@ -224,8 +226,11 @@ const Known& known_check(const Frame& frame, Method method) {
   static auto* answers = new Answers<Known>();
   return answers->find(frame.code(), {frame.offset(), method}, [&] {
     Known known;
-    known.check = ask_of_place("check_at", frame, method);
-    if (known.check.is_none()) {
+    known.check = method < kNotAll ? ask_of_place("check_at", frame, method)
+                                   : ask_python(kChecks, "check_after", handle(frame.code()),
+                                                frame.offset(), static_cast<int>(method));
+    if (known.check.is_none() || py::isinstance<py::bool_>(known.check)) {
+      known.is_passed_on = known.check.is(py::bool_(true));
       known.check = py::object();
       return known;
     }
@@ -253,20 +258,57 @@ struct Statement {
   Frame frame;  // of the function that contains it
   const Known* known = nullptr;
   bool expected = false;  // the tensor's truth value for which the statement does not fail
+  bool is_of_torch = false;
 };
 
+// A test after which a function returns the tested tensor.
+struct EarlyReturn {
+  Method test = kBool;  // kBool: there is none
+  bool is_of_torch = false;
+};
+
+EarlyReturn known_early_return(const Frame& frame, Method method) {
+  static auto* answers = new Answers<EarlyReturn>();
+  return answers->find(frame.code(), {frame.offset(), method}, [&]() -> EarlyReturn {
+    const py::object answer = ask_of_place("early_return_at", frame, method);
+    if (answer.is_none()) return {};
+    const auto [test, is_of_torch] = answer.cast<std::pair<int, bool>>();
+    return {static_cast<Method>(test), is_of_torch};
+  });
+}
+
+// Returns the frame that has called `frame` directly; an empty one if a function written in C is in
+// between.
+Frame caller_of(const Frame& frame) {
+  Frame caller = frame.back();
+  const bool is_direct =
+      caller &&
+      ask_python(kChecks, "calls", handle(caller.get()), handle(frame.code())).cast<bool>();
+  return is_direct ? std::move(caller) : Frame();
+}
+
+// Finds the statement that tests the tensor which `frame` returns early.
+std::optional<Statement> statement_after(const Frame& frame, EarlyReturn early) {
+  Frame caller = caller_of(frame);
+  if (!caller) return {};
+  const Known& known = known_check(caller, early.test);
+  if (known.is_passed_on) return statement_after(caller, early);
+  if (!known.check) return {};
+  const bool is_of_torch = known.is_of_torch && early.is_of_torch;
+  return Statement{std::move(caller), &known, early.test == kNotAll, is_of_torch};
+}
+
 // Finds the statement for which `frame` reads the truth value. The statement is in `frame`, or in a
-// function to which `frame` returns the truth value.
+// function to which `frame` returns the truth value or the tested tensor.
 std::optional<Statement> statement_of(Frame frame, Method method) {
   const Known& known = known_check(frame, method);
-  if (known.check) return Statement{std::move(frame), &known, known.expected};
+  if (known.check) return Statement{std::move(frame), &known, known.expected, known.is_of_torch};
+  const EarlyReturn early = known_early_return(frame, method);
+  if (early.test != kBool) return statement_after(frame, early);
   const Returned& returned = known_return(frame, method);
   if (!returned[0] && !returned[1]) return {};
-  Frame caller = frame.back();
-  if (!caller ||
-      !ask_python(kChecks, "calls", handle(caller.get()), handle(frame.code())).cast<bool>()) {
-    return {};
-  }
+  Frame caller = caller_of(frame);
+  if (!caller) return {};
   std::optional<Statement> statement = statement_of(std::move(caller), kReturn);
   if (!statement) return {};
   const std::optional<bool> fails = returned[statement->expected ? 0 : 1];
@@ -298,7 +340,7 @@ std::optional<bool> answer(PyObject* self, Method method) {
   const std::optional<Statement> statement = statement_of(running_frame(), method);
   if (!statement) return {};
   const Known& known = *statement->known;
-  if (!known.is_of_torch && scope->checks().which() != DeferredChecks::Which::kAll) return {};
+  if (!statement->is_of_torch && scope->checks().which() != DeferredChecks::Which::kAll) return {};
   const auto* opener = static_cast<const Opener*>(scope->checks().host());
   Line asked;
   if (opener == nullptr || !reaches_end(frame, *opener, asked)) return {};
@@ -310,6 +352,20 @@ std::optional<bool> answer(PyObject* self, Method method) {
           py::reinterpret_steal<py::object>(PyFrame_GetGlobals(failing.get())), std::move(asked)));
   return statement->expected;
 }
+
+}  // namespace
+
+bool may_catch() {
+  Scope* scope = Scope::current();
+  const auto* opener =
+      scope == nullptr ? nullptr : static_cast<const Opener*>(scope->checks().host());
+  const py::gil_scoped_acquire gil;
+  const Frame frame = running_frame();
+  Line asked;
+  return frame && opener != nullptr && !reaches_end(frame, *opener, asked);
+}
+
+namespace {
 
 std::array<PyMethodDef*, 2>& methods() {
   static auto* found = [] {
@@ -355,7 +411,6 @@ void remove_checks() {
 }
 
 void begin_checks(Scope& scope, DeferredChecks::Which which) {
-  if (which == DeferredChecks::Which::kNone) return;
   const Frame enter = running_frame();
   auto opener = std::make_unique<Opener>();
   if (enter) opener->frame = enter.back();

@@ -10,12 +10,15 @@
 
 namespace autobatch {
 
-// All functions need the GIL.
+// All functions but may_catch need the GIL.
 void install_checks();
 void remove_checks();
 
 // Sets which checks of a newly opened scope are deferred. Call this function from `__enter__`: the
 // caller of the running Python function must be the frame that opens the block.
 void begin_checks(Scope& scope, DeferredChecks::Which which);
+
+// Whether code of the open block may catch an error that is raised now. Takes the GIL.
+bool may_catch();
 
 }  // namespace autobatch

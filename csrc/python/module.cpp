@@ -260,6 +260,6 @@ PYBIND11_MODULE(_C, m) {
   autobatch::watch_collector();
   autobatch::set_place_provider(autobatch::python_place);
   autobatch::set_caller_provider(autobatch::python_caller);
-  autobatch::set_host_hooks(
-      {is_interruption, add_note, wait_without_gil, hold_gil, is_compiler_imported});
+  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil,
+                             is_compiler_imported, autobatch::may_catch});
 }

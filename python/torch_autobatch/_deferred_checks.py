@@ -6,6 +6,10 @@ the check. The decision depends on the source: the statement must be an ``if`` o
 whose failing branch ends with ``raise`` on every path, and no code between the statement and the
 block may catch the error. If this is not certain, the value is read immediately. Results are cached
 by code object and instruction (``csrc/python/deferred_checks.cpp``).
+
+The statement may be in a caller. The function that reads the value returns the truth value
+(``return bool(valid.all())``), or returns the tested tensor early (``if not valid.all(): return
+valid``), and the caller tests the result.
 """
 
 import __future__
@@ -13,6 +17,7 @@ import __future__
 import ast
 import builtins
 import functools
+import itertools
 import os
 import sys
 import types
@@ -109,6 +114,101 @@ def returned_at(
     return None, None
 
 
+# Tests of a tensor after which a function returns the tensor early. The numbers are those of Method
+# in csrc/python/deferred_checks.cpp.
+_TESTS = {("all", False): 3, ("any", True): 4}
+
+
+def early_return_at(
+    code: types.CodeType, offset: int, method: str, module: dict[str, Any]
+) -> tuple[int, bool] | None:
+    """Returns the test that reads a truth value, if the function then returns the tested tensor.
+
+    Covers ``if not x.all(): return x`` and ``if x.any(): return x``. The second element tells
+    whether the function is PyTorch's.
+    """
+    end = _end_of_tested(code, offset, method)
+    syntax = None if end is None else syntax_of(code)
+    for statement in [] if syntax is None else ast.walk(syntax.root):
+        if not isinstance(statement, ast.If):
+            continue
+        for node, truth in _operands(statement.test, True):
+            if _end(node) == end and _asks(node, method, module):
+                name, test = _test_of(node, truth)
+                if test and _returns(statement, name):
+                    return test, code.co_filename.startswith(_TORCH)
+    return None
+
+
+def check_after(code: types.CodeType, offset: int, test: int) -> Check | bool:
+    """Returns the check of the tensor that a call returns, for a test that failed in the call.
+
+    The function must test the result in the next statement: ``valid = call()``, ``if not
+    valid.all(): raise ...``. Returns True if the function returns the tensor to its caller, and
+    False if there is no check.
+    """
+    end = _end_of_tested(code, offset, "return")
+    syntax = None if end is None else syntax_of(code)
+    if end is None or syntax is None:
+        return False
+    for parent in ast.walk(syntax.root):
+        if isinstance(parent, ast.Return) and _is_call(parent.value, end):
+            return True
+        for body in (getattr(parent, "body", None), getattr(parent, "orelse", None)):
+            if not isinstance(body, list):
+                continue
+            for statement, following in itertools.pairwise(body):
+                if not isinstance(statement, ast.Assign) or not _is_call(statement.value, end):
+                    continue
+                return _check_of(code, statement.targets, following, test)
+    return False
+
+
+def _check_of(
+    code: types.CodeType, targets: list[ast.expr], following: ast.stmt, test: int
+) -> Check | bool:
+    if len(targets) != 1 or not isinstance(targets[0], ast.Name):
+        return False
+    name = targets[0].id
+    if isinstance(following, ast.If) and _returns(following, name):
+        return any(_test_of(*o) == (name, test) for o in _operands(following.test, True))
+    if not isinstance(following, ast.If | ast.Assert):
+        return False
+    if not any(_test_of(*o) == (name, test) for o in _operands(*_failing_truth(following))):
+        return False
+    failing = _failing_branch(following)
+    names = _names(code, failing)
+    if names is None or name in names:
+        return False  # the variable has another value than in eager mode
+    return Check(code, True, failing, names)
+
+
+def _test_of(node: ast.expr, truth: bool) -> tuple[str, int]:
+    """Returns the tested variable and the test, for ``x.all()``, ``torch.all(x)`` and the like."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return "", 0
+    kind = "all" if node.func.attr == "_is_all_true" else node.func.attr
+    owner, given = node.func.value, node.args
+    if isinstance(owner, ast.Name) and owner.id == "torch" and len(given) == 1:
+        owner, given = given[0], []
+    if not isinstance(owner, ast.Name) or given or node.keywords:
+        return "", 0
+    return owner.id, _TESTS.get((kind, truth), 0)
+
+
+def _returns(statement: ast.If, name: str) -> bool:
+    if len(statement.body) != 1 or statement.orelse:
+        return False
+    only = statement.body[0]
+    return (
+        isinstance(only, ast.Return) and isinstance(only.value, ast.Name) and only.value.id == name
+    )
+
+
+def _is_call(node: ast.expr | None, end: tuple[int, int]) -> bool:
+    return isinstance(node, ast.Call) and _end(node) == end
+
+
 def _deciding_truth(
     operands: Iterator[tuple[ast.expr, bool]], end: Any, method: str, module: dict[str, Any]
 ) -> bool | None:
@@ -122,8 +222,29 @@ def calls(frame: types.FrameType, code: types.CodeType) -> bool:
     A call of a C function that calls the code, such as ``all(map(...))``, does not count.
     """
     called = _called_at(frame.f_code, frame.f_lasti)
-    function = None if called is None else look_up(called, frame)
+    function = None if called is None else _function_of(called, frame)
     return getattr(function, "__code__", None) is code
+
+
+def _function_of(called: ast.expr, frame: types.FrameType) -> Any:
+    """Returns the function that an expression names, also as a method of an object's class."""
+    found = look_up(called, frame)
+    if found is not None or not isinstance(called, ast.Attribute):
+        return found
+    owner = called.value
+    if (
+        isinstance(owner, ast.Call)
+        and isinstance(owner.func, ast.Name)
+        and owner.func.id == "super"
+    ):
+        names = frame.f_code.co_varnames
+        this = frame.f_locals.get(names[0]) if names and not owner.args else None
+        order = type(this).__mro__
+        after = frame.f_locals.get("__class__")
+        classes = order[order.index(after) + 1 :] if after in order else ()
+    else:
+        classes = type(look_up(owner, frame)).__mro__
+    return next((c.__dict__[called.attr] for c in classes if called.attr in c.__dict__), None)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -157,6 +157,12 @@ def _of_line(reason: str, spot: Spot, via: str) -> Cause:
             "return results instead of writing them into a shared tensor, and step the optimizer "
             "after the block",
         )
+    if "the program may catch its error" in reason:
+        return Cause(
+            reason,
+            "use ab.map instead of the loop, or the variant of the op that returns a code instead "
+            "of an error (cholesky_ex, inv_ex)",
+        )
     return Cause(reason, "move this code out of the block, or to a place where few ops are pending")
 
 

@@ -125,3 +125,52 @@ def overwritten(x: Tensor) -> Tensor:
 
 
 CHECKS: list[Callable[[Tensor], Tensor]] = [positive, asserted, no_nan, by_item, by_function]
+
+
+def checked_early(x: Tensor) -> Tensor:
+    """Returns the failed test itself, as the constraints of torch.distributions do."""
+    ordered = (x[..., 1:] > x[..., :-1]).all(-1)
+    if not ordered.all():
+        return ordered
+    return (x > 0).all(-1)
+
+
+def passed_on(x: Tensor) -> Tensor:
+    return checked_early(x)
+
+
+def by_early_return(x: Tensor) -> Tensor:
+    valid = passed_on(x)
+    if not valid.all():
+        raise InvalidError(f"invalid: {x.tolist()}")
+    return x
+
+
+def by_early_return_of_any(x: Tensor) -> Tensor:
+    wrong = wrong_early(x)
+    if torch.any(wrong):
+        raise InvalidError("wrong")
+    return x
+
+
+def wrong_early(x: Tensor) -> Tensor:
+    wrong = x < 0
+    if wrong.any():
+        return wrong
+    return x > 100
+
+
+def with_the_result(x: Tensor) -> Tensor:
+    """The message contains the value that the function returned, which differs from eager's."""
+    valid = checked_early(x)
+    if not valid.all():
+        raise InvalidError(f"valid: {valid.tolist()}")
+    return x
+
+
+def used_in_between(x: Tensor) -> Tensor:
+    valid = checked_early(x)
+    x = x * valid.to(x.dtype).mean()
+    if not valid.all():
+        raise InvalidError("used in between")
+    return x

@@ -50,6 +50,7 @@ class Call {
     if (info_.is_verdict && scope_.is_constant(arguments()[0].toTensor())) return run_on_constant();
     prepare_memory(scope_, info_, arguments());
     if (info_.index_argument >= 0) look_at_indices();
+    if (info_.fails_for_values && host_may_catch()) left_to_eager_ = true;
     if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
@@ -97,7 +98,8 @@ class Call {
             s.plain && (r = record_masked_select(scope_, info_, arguments())).defined()) {
           return give({r}, false);
         }
-        return at_once(s.plain ? kNeedsValues : why_not_plain(arguments()));
+        if (!s.plain) return at_once(why_not_plain(arguments()));
+        return at_once(left_to_eager_ && info_.fails_for_values ? kMayBeCaught : kNeedsValues);
     }
   }
 
@@ -448,7 +450,7 @@ class Call {
   const OpInfo& info_;
   c10::DispatchKeySet keys_;
   Stack* stack_;
-  bool left_to_eager_ = false;  // eager will raise an error
+  bool left_to_eager_ = false;  // eager will raise an error, or the program may catch one
 };
 
 }  // namespace

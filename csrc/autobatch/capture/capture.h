@@ -67,6 +67,7 @@ const Watcher* watcher(const CaptureState& state);
 // A reason for running an op eagerly. The reason is a shared constant, because the report compares
 // reasons by address.
 inline constexpr const char* kNeedsValues = "needs values";
+inline constexpr const char* kMayBeCaught = "the program may catch its error";
 
 // Whether the tensor can be read without a flush. Returns true if the tensor is not pending, or if
 // its value is known (known_values.h).

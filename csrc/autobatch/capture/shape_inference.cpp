@@ -52,6 +52,18 @@ bool is_matrix(const at::Tensor& tensor) {
   return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
 }
 
+// Makes matrices nearly the identity. Dimensions that repeat the same memory (`expand`) are filled
+// once.
+void fill_with_identity(const at::Tensor& matrices) {
+  at::Tensor filled = matrices;
+  for (int64_t d = 0; d < matrices.dim(); ++d) {
+    if (matrices.stride(d) == 0) filled = filled.narrow(d, 0, std::min<int64_t>(filled.size(d), 1));
+  }
+  const at::Tensor odd = at::arange(filled.numel(), at::kDouble).square_().sin_();
+  filled.copy_(odd.mul_(1e-3).view(filled.sizes()));
+  filled.diagonal(0, -2, -1).add_(1);
+}
+
 // Returns a tensor with the same metadata. The returned tensor either has no data (Meta device), or
 // has the values of `filling`.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
@@ -73,11 +85,7 @@ at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
                                                                       : 1;
     out = at::full({std::max<int64_t>(extent, 0)}, value, tensor.options().requires_grad(false))
               .as_strided(tensor.sizes(), tensor.strides());
-    if (identity) {
-      const at::Tensor odd = at::arange(out.numel(), at::kDouble).square_().sin_();
-      out.copy_(odd.mul_(1e-3).view(out.sizes()));
-      out.diagonal(0, -2, -1).add_(1);
-    }
+    if (identity) fill_with_identity(out);
   }
   if (tensor.requires_grad() && c10::GradMode::is_enabled()) out.set_requires_grad(true);
   return out;

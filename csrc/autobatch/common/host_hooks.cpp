@@ -44,6 +44,7 @@ void host_wait(const std::function<void()>& wait) {
 
 std::shared_ptr<void> host_hold() { return host_hooks().hold ? host_hooks().hold() : nullptr; }
 
+bool host_may_catch() { return host_hooks().may_catch && host_hooks().may_catch(); }
 bool host_may_ask_meta() { return !host_hooks().may_ask_meta || host_hooks().may_ask_meta(); }
 
 void host_annotate(const std::exception& error, const std::string& note) {

@@ -52,12 +52,15 @@ struct HostHooks {
   // Whether Meta kernels that are written in the interpreter's language can run without importing
   // modules. (In Python, importing torch._dynamo takes a second or more.)
   std::function<bool()> may_ask_meta;
+  // Whether the user's code in the block may catch an error that is raised now.
+  std::function<bool()> may_catch;
 };
 AUTOBATCH_INTERNAL void set_host_hooks(HostHooks hooks);
 AUTOBATCH_INTERNAL bool host_interrupts(const std::exception& error);
 AUTOBATCH_INTERNAL void host_wait(const std::function<void()>& wait);
 std::shared_ptr<void> host_hold();
 bool host_may_ask_meta();
+bool host_may_catch();
 void host_annotate(const std::exception& error, const std::string& note);
 
 }  // namespace autobatch

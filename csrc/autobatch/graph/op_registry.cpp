@@ -158,6 +158,23 @@ constexpr std::string_view kSeesConjugate[] = {"aten::is_conj", "aten::real",
 constexpr std::string_view kVerdicts[] = {"aten::all", "aten::any", "aten::_is_all_true",
                                           "aten::_is_any_true"};
 
+// Ops that fail for some values, and whose errors programs catch (`try: cholesky(k)`, `except
+// LinAlgError: add jitter`).
+constexpr std::string_view kFailForValues[] = {"aten::linalg_cholesky",
+                                               "aten::cholesky",
+                                               "aten::linalg_inv",
+                                               "aten::inverse",
+                                               "aten::linalg_solve",
+                                               "aten::linalg_eigh",
+                                               "aten::linalg_eigvalsh",
+                                               "aten::linalg_eig",
+                                               "aten::linalg_eigvals",
+                                               "aten::linalg_svd",
+                                               "aten::svd",
+                                               "aten::linalg_svdvals",
+                                               "aten::linalg_lu_factor",
+                                               "aten::linalg_matrix_power"};
+
 // In-place ops whose autograd formulas differ from those of their functional counterparts.
 constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
     {"aten::acosh_", InPlaceFormula::kNone},
@@ -353,6 +370,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       info->name.starts_with("aten::unsafe_") || info->name == "aten::_unsafe_view";
   info->integral_only = lists(kIntegralOnly, op.operator_name().name);
   info->is_verdict = lists(kVerdicts, info->name);
+  info->fails_for_values = lists(kFailForValues, info->name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   // The op that a reinterpreting op calls would be captured as the reinterpreting op again.

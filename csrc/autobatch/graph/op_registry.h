@@ -86,6 +86,7 @@ struct OpInfo {
   bool integral_only = false;   // eager raises an error for floating-point tensors
   bool always_defer = false;    // worth batching even on ordinary tensors
   bool is_verdict = false;      // one bool of a whole tensor, usually read soon: not worth a flush
+  bool fails_for_values = false;  // runs immediately where the program may catch its error
   bool random = false;
   bool composite = false;       // its kernel only calls other ops
   bool decomposes = false;      // if it cannot be captured, the ops that it calls can

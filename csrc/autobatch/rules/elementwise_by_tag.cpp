@@ -14,21 +14,14 @@ namespace {
 using at::Tensor;
 
 // Elementwise ops that PyTorch does not tag as pointwise.
-constexpr const char* kUntagged[] = {"aten::hardswish",
-                                     "aten::log_sigmoid",
-                                     "aten::_prelu_kernel",
-                                     "aten::where.ScalarOther",
-                                     "aten::where.ScalarSelf",
-                                     "aten::where.Scalar",
-                                     "aten::absolute",
-                                     "aten::isreal",
-                                     "aten::masked_fill.Tensor",
-                                     "aten::greater.Tensor",
-                                     "aten::less.Tensor",
-                                     "aten::multiply.Tensor",
-                                     "aten::divide.Tensor",
-                                     "aten::subtract.Tensor",
-                                     "aten::arctan",
+constexpr const char* kUntagged[] = {"aten::hardswish",        "aten::log_sigmoid",
+                                     "aten::_prelu_kernel",    "aten::where.ScalarOther",
+                                     "aten::where.ScalarSelf", "aten::where.Scalar",
+                                     "aten::absolute",         "aten::isreal",
+                                     "aten::isclose",          "aten::masked_fill.Tensor",
+                                     "aten::greater.Tensor",   "aten::less.Tensor",
+                                     "aten::multiply.Tensor",  "aten::divide.Tensor",
+                                     "aten::subtract.Tensor",  "aten::arctan",
                                      "aten::arctan2"};
 
 // Any op that PyTorch tags as pointwise, with tensors and constants as arguments.

@@ -1,4 +1,5 @@
 // Ops that work on trailing dimensions only, for instances with any number of rows.
+#include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rowwise.h"
 
 #include <ATen/ATen.h>
@@ -23,6 +24,7 @@ struct TailOp {
   const char* op;
   Tail tail;
   size_t argument = 0;
+  bool repeats = false;  // whether argument 1 can be one matrix for all matrices of an instance
 };
 
 const TailOp kTailOps[] = {
@@ -75,7 +77,7 @@ const TailOp kTailOps[] = {
     {"aten::cholesky", Tail::kMatrix},
     {"aten::cholesky_solve", Tail::kMatrix},
     {"aten::cholesky_inverse", Tail::kMatrix},
-    {"aten::linalg_solve_triangular", Tail::kMatrix},
+    {"aten::linalg_solve_triangular", Tail::kMatrix, 0, /*repeats=*/true},
     {"aten::triangular_solve", Tail::kMatrix},
     {"aten::linalg_solve", Tail::kMatrix},
     {"aten::linalg_solve_ex", Tail::kMatrix},
@@ -141,6 +143,10 @@ class TailRule final : public RowsCall {
  protected:
   Tensor operand(BatchView& batch, size_t slot) const override {
     if (is_weight(batch, slot)) return batch.single(slot);
+    if (is_repeated(batch, slot)) {
+      const Tensor each = batch.stacked(slot);
+      return each.index_select(0, members_of_rows(batch, each.device()));
+    }
     const auto& each = batch.operand_value(0, slot).geometry->sizes;
     at::DimVector sizes(each.begin() + leading_of(batch), each.end());
     const Tensor rows = batch.rows(slot, c10::multiply_integers(sizes));
@@ -149,7 +155,12 @@ class TailRule final : public RowsCall {
   }
 
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
-    is_weight(batch, slot) ? batch.add_single(slot, grad) : batch.add(slot, grad);
+    if (is_weight(batch, slot)) return batch.add_single(slot, grad);
+    if (!is_repeated(batch, slot)) return batch.add(slot, grad);
+    at::DimVector sizes{batch.size()};
+    sizes.append(grad.sizes().begin() + 1, grad.sizes().end());
+    const Tensor sums = at::zeros(sizes, grad.options());
+    batch.add(slot, sums.index_add_(0, members_of_rows(batch, grad.device()), grad));
   }
 
   void put(Batch& batch, const LocalGraph& graph) const override {
@@ -234,15 +245,18 @@ class TailRule final : public RowsCall {
   // because the layout of a result can depend on the layout of an operand.
   bool add_row(NodeBuilder& builder, const Geometry& g, const Geometry& x, int64_t leading) const {
     const bool of_matrices = entry_.tail == Tail::kMatrix;
-    if (!(g.canonical->contiguous || of_matrices) || g.dim() != x.dim()) return false;
     if (of_matrices && g.numel == 0) return false;  // eager's result has another layout
+    const bool repeats = entry_.repeats && g.dim() == 2;
+    if (!(g.canonical->contiguous || of_matrices)) return false;
+    if (g.dim() != x.dim() && !repeats) return false;
     const bool strided = of_matrices && !g.contiguous;
-    builder.key(strided ? 1 : 0);
+    const int64_t first = repeats ? 0 : leading;
+    builder.key(static_cast<uint64_t>(g.dim()) << 1 | (strided ? 1 : 0));
     for (int64_t d = 0; d < g.dim(); ++d) {
-      if (d < leading && g.sizes[d] != x.sizes[d]) return false;
-      if (d >= leading && g.sizes[d] == 0) return false;
-      if (d >= leading) builder.key(static_cast<uint64_t>(g.sizes[d]));
-      if (d >= leading && strided) builder.key(static_cast<uint64_t>(g.strides[d]));
+      if (d < first && g.sizes[d] != x.sizes[d]) return false;
+      if (d >= first && g.sizes[d] == 0) return false;
+      if (d >= first) builder.key(static_cast<uint64_t>(g.sizes[d]));
+      if (d >= first && strided) builder.key(static_cast<uint64_t>(g.strides[d]));
     }
     return true;
   }
@@ -263,6 +277,23 @@ class TailRule final : public RowsCall {
   int64_t leading_of(const BatchView& batch) const {
     const int64_t rank = batch.operand_value(0, 0).geometry->dim();
     return rank - tail_of(batch.argument(entry_.argument), rank);
+  }
+
+  // Whether each member has one matrix in this operand for all its matrices in operand 0.
+  bool is_repeated(const BatchView& batch, size_t slot) const {
+    return entry_.repeats && batch.operand_value(0, slot).geometry->dim() == 2 &&
+           batch.operand_value(0, 0).geometry->dim() > 2;
+  }
+
+  // Returns the member to which each row of the call belongs.
+  Tensor members_of_rows(const BatchView& batch, at::Device device) const {
+    std::vector<int64_t> members;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      const auto& sizes = batch.operand_value(m, 0).geometry->sizes;
+      const at::IntArrayRef leading(sizes.data(), static_cast<size_t>(leading_of(batch)));
+      members.insert(members.end(), static_cast<size_t>(c10::multiply_integers(leading)), m);
+    }
+    return to_device(at::tensor(members, at::kLong), device);
   }
 
   static bool is_weight(const BatchView& batch, size_t slot) {

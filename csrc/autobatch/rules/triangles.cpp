@@ -17,8 +17,8 @@ struct Kept {
   int64_t begin, end;
 };
 
-// tril(x [..., n, m], diagonal) and triu(x, diagonal): a copy of x with zeros above or below the
-// diagonal.
+// tril(x [..., n, m], diagonal) and triu(x, diagonal): a row-major copy of x with zeros above or
+// below the diagonal.
 class TriangleRule final : public Rule {
  public:
   explicit TriangleRule(bool is_upper) : is_upper_(is_upper) {}
@@ -30,7 +30,7 @@ class TriangleRule final : public Rule {
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(0)) return false;
     const Value x = builder.operand(0);
-    if (x.geometry->dim() < 2 || !row_major(x)) return false;
+    if (x.geometry->dim() < 2) return false;
     builder.key(dtype_word(x));
     if (!builder.constant(1)) return false;
     builder.result(x.geometry->sizes, x.dtype);

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,8 +37,14 @@ def signed(eigenvectors: Tensor) -> Tensor:
     return eigenvectors.square()
 
 
-def case(function: Callable[..., Tensor], make: Callable[[int], Any]) -> Case:
-    return Case(function, make, empty=False)  # the product of no matrices has a batch of its own
+def case(
+    function: Callable[..., Tensor],
+    make: Callable[[int], Any],
+    parameters: Sequence[tuple[int, ...]] = (),
+) -> Case:
+    return Case(
+        function, make, parameters, empty=False
+    )  # the product of no matrices has a batch of its own
 
 
 CASES: dict[str, Case] = {
@@ -66,6 +72,22 @@ CASES: dict[str, Case] = {
         systems,
     ),
     "solve": case(lambda x, y: torch.linalg.solve(positive(x), y.sin()), systems),
+    "solve_triangular_for_one_matrix": case(
+        lambda x, y: torch.linalg.solve_triangular(
+            torch.linalg.cholesky(positive(x)), y[0].sin(), upper=False
+        ),
+        systems,
+    ),
+    "isclose": Case(lambda x: torch.isclose(x.sin(), x.sin().mT), matrices, empty=False, one=False),
+    "tril_of_expanded": Case(
+        lambda w, x: x.sin() * w.expand(x.shape).tril(), matrices, [(D, D)], False, False
+    ),
+    "inv_of_expanded": Case(
+        lambda w, x: positive(w).expand(x.shape).inverse() @ x, matrices, [(D, D)], False, False
+    ),
+    "cholesky_of_conjugate": case(
+        lambda x: torch.linalg.cholesky(positive(x).to(torch.cdouble).mH).real, matrices
+    ),
     "inv": case(lambda x: torch.linalg.inv(positive(x)), matrices),
     "inverse_of_nested": case(lambda x: positive(x).inverse(), nested),
     "pinv": case(lambda x: torch.linalg.pinv(positive(x)), matrices),
