@@ -1,6 +1,7 @@
-"""Checks that includes in csrc/autobatch point down or sideways: ``python scripts/layers.py``.
+"""Checks that includes in csrc point down or sideways: ``python scripts/layers.py``.
 
 Each folder belongs to a layer. A file may include headers of its own layer and of lower layers.
+``csrc/python`` is above all layers of ``csrc/autobatch``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LAYERS = [
     ["api"],
 ]
 RANK = {folder: rank for rank, folders in enumerate(LAYERS) for folder in folders}
-INCLUDE = re.compile(r'^#include "autobatch/(\w+)/[\w/]+\.h"', re.MULTILINE)
+INCLUDE = re.compile(r'^#include "(?:autobatch/(\w+)/[\w/.]+|python/[\w/.]+)"', re.MULTILINE)
 
 
 def folder_of(path: Path) -> str:
@@ -36,13 +37,13 @@ def folder_of(path: Path) -> str:
 
 def main() -> int:
     wrong = []
-    for path in sorted(p for p in ROOT.rglob("*") if p.suffix in {".cpp", ".h", ".cu"}):
+    for path in sorted(p for p in ROOT.rglob("*") if p.suffix in {".cpp", ".h", ".cu", ".inc"}):
         here = folder_of(path)
         if here not in RANK:
             wrong.append(f"{path.relative_to(ROOT)}: no layer has the folder {here}")
             continue
         for match in INCLUDE.finditer(path.read_text()):
-            if RANK[match[1]] > RANK[here]:
+            if match[1] is None or RANK[match[1]] > RANK[here]:
                 wrong.append(f"{path.relative_to(ROOT)} includes upwards: {match[0][9:]}")
     print("\n".join(wrong) or f"{len(LAYERS)} layers, no include points up")
     return 1 if wrong else 0

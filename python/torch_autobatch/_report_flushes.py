@@ -195,7 +195,15 @@ def _read(reason: str, spot: Spot, via: str) -> Cause:
     if "torch._tensor.Tensor.__array__" in via or finds(spot, is_item_written):
         return _NUMPY
     op = reason.split(":")[2].split(".")[0] if reason.startswith("aten::") else "the memory"
+    if reason.startswith("aten::") and op not in _READING:
+        return Cause(
+            f"{op} needs values, so it ran eagerly", f"call it after the block; or {_USE_MAP}"
+        )
     return Cause(_named(f"a read of a value ({op})", spot), f"{_AFTER_BLOCK}; or {_USE_MAP}")
+
+
+# Ops that return a value to Python.
+_READING = ("item", "is_nonzero", "_local_scalar_dense", "equal", "allclose", "nonzero", "tolist")
 
 
 _TESTS = (ast.If, ast.IfExp, ast.While, ast.Assert)

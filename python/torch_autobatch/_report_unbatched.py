@@ -21,7 +21,7 @@ def unbatched_ops(report: "Report") -> Iterator[Obstacle]:
 
 _REMEDIES = {
     "sizes": "put examples of the same size into one block, or use ops that accept any length "
-    "(listed in docs/ops.md)",
+    "(docs/batched_ops.md)",
     "dtypes": "use the same dtype in all examples",
     "weights": "stack the weights and select by index, or call modules of one kind in the same "
     "order in all examples",
@@ -133,6 +133,9 @@ def _different_constants(rows: Sequence["SignatureReport"]) -> list[str]:
     return []
 
 
+_NOT_FASTER = "would not be faster"  # in the note of a rule that loops on purpose
+
+
 def _loops(report: "Report") -> Iterator[Obstacle]:
     for group in groups(report):
         rows = [row for row in group.rows if row.rule == "loop" and row.largest > 1]
@@ -143,6 +146,8 @@ def _loops(report: "Report") -> Iterator[Obstacle]:
         remedy = (
             "draw the random numbers for all examples at once, before the block"
             if "random" in note
+            else "leave it as it is"
+            if _NOT_FASTER in note
             else "use an op that docs/ops.md lists as batched"
         )
         times = cost + len(rows)

@@ -439,7 +439,8 @@ std::vector<std::map<uint32_t, Exit>> make_exits(
 }  // namespace
 
 std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record,
-                                      const std::vector<HiddenRoot>& hidden) {
+                                      const std::vector<HiddenRoot>& hidden,
+                                      const std::vector<Edge>& leaves) {
   const std::vector<HeldValue>& held = record->held;
   std::vector<Edge> edges(held.size() + hidden.size());
   if (held.empty()) return edges;
@@ -447,7 +448,11 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   divide_parts(*record);
   init_consumed(*record);
   const at::AutoGradMode grad_mode(true);
-  const std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
+  std::vector<std::map<uint32_t, Reach>> reach = find_reach(*record);
+  for (size_t h = 0; h < held.size(); ++h) {
+    edges[h] = leaves[h];
+    if (leaves[h].is_valid()) reach[h].clear();  // the gradient ends at the leaf
+  }
   // The engine first runs the nodes that were created last. So nodes are created in the reverse of
   // the order in which they must run.
   const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
@@ -470,6 +475,7 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
   std::stable_sort(by_level.begin(), by_level.end(),
                    [&](size_t a, size_t b) { return held[a].level < held[b].level; });
   for (size_t h : by_level) {
+    if (leaves[h].is_valid()) continue;
     compat::NodePtr below;
     for (auto& [level, exit] : exits[h]) {
       if (!exit->is_connected()) {

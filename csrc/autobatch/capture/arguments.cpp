@@ -48,7 +48,7 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
           s.unusable = "a tensor of another scope";
         } else if (p->requires_grad() != graph.requires_grad_now(p->value())) {
           const bool is_view = graph.value(p->value()).kind == ViewKind::kNoGrad;
-          if (!is_view) s.unusable = "a tensor that requires_grad_() made a leaf";
+          if (!is_view) s.unusable = kNewLeaf;
           // Without grad mode, results do not depend on whether the view is a leaf.
           if (is_view && with_grad) s.unusable = "a view made under no_grad()";
         }

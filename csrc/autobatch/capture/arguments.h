@@ -17,6 +17,9 @@
 namespace autobatch {
 
 // Properties of the arguments of one call, found in one pass.
+// The value of Scan::unusable for a tensor of new_leaves.h.
+inline constexpr const char* kNewLeaf = "a tensor that requires_grad_() made a leaf";
+
 struct Scan {
   bool pending = false;            // some tensor is pending
   bool is_recorded = false;        // CaptureReasons::is_recorded()

@@ -6,6 +6,7 @@
 #include "autobatch/capture/known_values.h"
 #include "autobatch/capture/masked_select.h"
 #include "autobatch/capture/memory_updates.h"
+#include "autobatch/capture/new_leaves.h"
 #include "autobatch/capture/out_variants.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/capture/shape_inference.h"
@@ -58,6 +59,9 @@ class Call {
       return info_.handle.callBoxed(stack_);
     }
     Scan s = scan(info_, scope_.graph(), arguments());
+    if (s.unusable == kNewLeaf && capture_new_leaves(scope_, arguments())) {
+      s = scan(info_, scope_.graph(), arguments());
+    }
     if (s.unusable != nullptr) {
       CellTrace::break_off("it uses a tensor of another scope or a new leaf", info_.name);
       make_real(info_, arguments(), " on ", s.unusable);

@@ -7,6 +7,7 @@
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/shared_memory.h"
+#include "autobatch/rules/factories.h"
 #include "autobatch/rules/rule.h"
 #include "autobatch/scope/scope.h"
 
@@ -360,6 +361,7 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   const PendingTensor* pending = as_pending(to);
   if (pending == nullptr) return false;
   Graph& graph = scope.graph();
+  if (is_leaf(graph.tape(), graph.value(pending->value()).base)) return false;
   const std::shared_ptr<void> nobody_dies = host_hold();
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;

@@ -48,22 +48,6 @@ bool lists(const Table& table, std::string_view op) {
 // reshaped matrix is singular, and other tensors are ones.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
-bool is_matrix(const at::Tensor& tensor) {
-  return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
-}
-
-// Makes matrices nearly the identity. Dimensions that repeat the same memory (`expand`) are filled
-// once.
-void fill_with_identity(const at::Tensor& matrices) {
-  at::Tensor filled = matrices;
-  for (int64_t d = 0; d < matrices.dim(); ++d) {
-    if (matrices.stride(d) == 0) filled = filled.narrow(d, 0, std::min<int64_t>(filled.size(d), 1));
-  }
-  const at::Tensor odd = at::arange(filled.numel(), at::kDouble).square_().sin_();
-  filled.copy_(odd.mul_(1e-3).view(filled.sizes()));
-  filled.diagonal(0, -2, -1).add_(1);
-}
-
 // Returns a tensor with the same metadata. The returned tensor either has no data (Meta device), or
 // has the values of `filling`.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
@@ -372,6 +356,20 @@ std::vector<ElementMap> views_of_element_map(const OpInfo& op, at::ArrayRef<c10:
 }
 
 }  // namespace
+
+bool is_matrix(const at::Tensor& tensor) {
+  return tensor.dim() >= 2 && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+void fill_with_identity(const at::Tensor& matrices) {
+  at::Tensor filled = matrices;
+  for (int64_t d = 0; d < matrices.dim(); ++d) {
+    if (matrices.stride(d) == 0) filled = filled.narrow(d, 0, std::min<int64_t>(filled.size(d), 1));
+  }
+  const at::Tensor odd = at::arange(filled.numel(), at::kDouble).square_().sin_();
+  filled.copy_(odd.mul_(1e-3).view(filled.sizes()));
+  filled.diagonal(0, -2, -1).add_(1);
+}
 
 bool is_trying() { return trials_under_way > 0; }
 

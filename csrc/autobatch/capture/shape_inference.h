@@ -19,6 +19,12 @@ namespace autobatch {
 // of one, or if the op raises an error.
 bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
+// Sample data for ops that fail for singular matrices. `is_matrix`: whether the tensor can have
+// such data. `fill_with_identity` makes matrices nearly the identity. Dimensions that repeat the
+// same memory (`expand`) are filled once.
+bool is_matrix(const at::Tensor& tensor);
+void fill_with_identity(const at::Tensor& matrices);
+
 // Whether this thread runs an op only to infer the metadata of its results.
 AUTOBATCH_INTERNAL bool is_trying();
 

@@ -100,12 +100,13 @@ class Hooks final : public at::impl::VariableHooksInterface {
     return hooks(self, "a read of name").name(self);
   }
   bool is_leaf(const TensorBase& self) const override {
-    // A pending tensor that requires no grad is a leaf. (requires_grad_() makes it a new leaf,
-    // which is computed when it is used.)
+    // A pending tensor is a leaf if it requires no grad or if requires_grad_() made it a new leaf.
     if (const PendingTensor* pending = as_pending(self)) {
       // Autocast calls this hook for all tensors.
       if (CastingGuard::is_casting() || is_result(*pending)) return false;
-      if (!pending->requires_grad()) return true;
+      const bool is_known = capturing_scope() != nullptr &&
+                            pending->graph() == &capturing_scope()->graph();
+      if (!pending->requires_grad() || is_known) return true;
     }
     return hooks(self, "a read of is_leaf").is_leaf(self);
   }
@@ -142,6 +143,8 @@ class Hooks final : public at::impl::VariableHooksInterface {
     real_->basic_autograd_not_implemented_fallback(op, keys, stack);
   }
   std::optional<c10::ScalarType> grad_dtype(const TensorBase& self) const override {
+    // Of a new leaf (new_leaves.h), while it becomes real: AccumulateGrad reads the dtype.
+    if (as_pending(self) != nullptr && Scope::is_flushing()) return self.scalar_type();
     return hooks(self, "a read of grad_dtype").grad_dtype(self);
   }
   void set_grad_dtype(const TensorBase& self,

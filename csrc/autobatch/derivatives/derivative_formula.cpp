@@ -1,6 +1,7 @@
 #include "autobatch/derivatives/derivative_formula.h"
 
 #include "autobatch/capture/record_call.h"
+#include "autobatch/capture/shape_inference.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/thread_state.h"
@@ -41,22 +42,27 @@ void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor
 }
 
 // Returns a sample tensor with the value's geometry, dtype and device, with its own memory.
-at::Tensor sample_of(const Value& value) {
+// `as_matrix`: the sample is nearly the identity, because the op fails for singular matrices.
+at::Tensor sample_of(const Value& value, bool as_matrix) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   const Geometry& g = *value.geometry;
   // Zeros for integers, because 0 is always a valid index.
   const int fill = c10::isIntegralType(value.dtype, /*includeBool=*/true) ? 0 : 1;
-  return at::full({std::max<int64_t>(g.extent, 1)}, fill, value.options())
-      .as_strided(g.sizes, g.strides, 0)
-      .detach();
+  const at::Tensor sample = at::full({std::max<int64_t>(g.extent, 1)}, fill, value.options())
+                                .as_strided(g.sizes, g.strides, 0)
+                                .detach();
+  if (as_matrix && is_matrix(sample)) fill_with_identity(sample);
+  return sample;
 }
 
 std::vector<at::Tensor> samples_of(const FormulaRequest& request) {
   std::vector<at::Tensor> operands;
   for (size_t slot = 0; slot < request.operands.size(); ++slot) {
     const Value* value = request.operands[slot];
-    operands.push_back(value == nullptr ? at::Tensor() : sample_of(*value));
+    operands.push_back(value == nullptr
+                           ? at::Tensor()
+                           : sample_of(*value, request.signature->op->fails_for_values));
     if (request.wanted[slot] != 0) operands.back().set_requires_grad(true);
   }
   return operands;
@@ -74,7 +80,7 @@ Formula trace(const FormulaRequest& request) {
   FormulaTrace trace;
   for (const at::Tensor& operand : operands) trace.add_input(operand);
   for (const Value& result : request.results) {
-    computed.push_back(sample_of(result));
+    computed.push_back(sample_of(result, signature.op->fails_for_values));
     trace.add_input(computed.back());
   }
   for (size_t k = 0; k < request.results.size(); ++k) {
@@ -226,10 +232,17 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
     op.handle.redispatchBoxed(keys & kBelow, stack);  // the ops it calls are dispatched to run()
     return;
   }
+  // The forward of the op raises this error. The samples may be singular.
+  if (op.name == "aten::_linalg_check_errors") return torch::jit::drop(*stack, op.num_arguments);
+  if (op.name == "aten::fill_.Scalar" && fills_new(arguments)) {
+    return op.handle.redispatchBoxed(keys & kBelow, stack);
+  }
   const bool in_place = action == Action::kMutate;
+  const bool is_view = op.handle.hasTag(at::Tag::inplace_view);
   TORCH_CHECK(action != Action::kAtOnce && !op.random, op.name, " depends on values");
-  TORCH_CHECK(!in_place || (op.write == WriteKind::kCompute && op.functional.has_value()), op.name,
-              " writes to its arguments");
+  TORCH_CHECK(
+      !in_place || ((is_view || op.write == WriteKind::kCompute) && op.functional.has_value()),
+      op.name, " writes to its arguments");
   Formula::Step step;
   step.op = in_place ? &op_info(*op.functional) : &op;
   if (action != Action::kMetadata) note(step, arguments);
@@ -240,10 +253,23 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
   if (action == Action::kMetadata) return;
   step.first = formula_.num_tensors;
   for (const c10::IValue& result : torch::jit::last(*stack, op.handle.schema().returns().size())) {
-    note_results(result, in_place);
+    note_results(result, in_place && !is_view);
   }
   step.count = formula_.num_tensors - step.first;
   formula_.steps.push_back(std::move(step));
+}
+
+// Returns true if the call fills a tensor that a recorded call has made. The recorded call then
+// becomes one that makes a filled tensor. (In C++, `1 - x` is `empty_like(x).fill_(1).sub_(x)`.)
+bool FormulaTrace::fills_new(at::ArrayRef<c10::IValue> arguments) {
+  const uint32_t number = number_of(arguments[0].toTensor());
+  for (Formula::Step& step : formula_.steps) {
+    if (number == kNone || step.first != number || step.op->name != "aten::empty_like") continue;
+    step.op = &find_op("aten::full_like", "");
+    step.arguments.insert(step.arguments.begin() + 1, arguments[1]);
+    return true;
+  }
+  return false;
 }
 
 void FormulaTrace::note(Formula::Step& step, at::ArrayRef<c10::IValue> arguments) const {

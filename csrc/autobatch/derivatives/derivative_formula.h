@@ -4,9 +4,9 @@
 // the recorded ops are called with the tensors of the node. These calls are captured like any other
 // call (captured_gradient.h).
 //
-// If tracing meets an op that reads values or draws random numbers, there is no formula, because the
-// list of ops would depend on the values. Dropout has a formula, because its replay uses the stored
-// mask.
+// If tracing meets an op that reads values or draws random numbers, there is no formula, because
+// the list of ops would depend on the values. Dropout has a formula, because its replay uses the
+// mask that forward has stored.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -111,6 +111,7 @@ class FormulaTrace {
     uint32_t number;
   };
 
+  bool fills_new(at::ArrayRef<c10::IValue> arguments);
   void note(Formula::Step& step, at::ArrayRef<c10::IValue> arguments) const;
   void note_results(const c10::IValue& result, bool in_place);
   void add(const at::Tensor& tensor, uint32_t number);

@@ -4,6 +4,7 @@
 #include "autobatch/backward/overwrites.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/execute/function_results.h"
+#include "autobatch/execute/leaf_edges.h"
 #include "autobatch/execute/reinterpreted_views.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/shared_memory.h"
@@ -167,12 +168,6 @@ bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, Va
   return value.is_graph_input() || ran[value.node];
 }
 
-// Whether the tensor has an autograd history. A tensor that was made a leaf (`requires_grad=True`
-// on a captured factory) has none.
-bool is_recorded(const FlushRecord& record, const PendingTensor& tensor) {
-  return tensor.requires_grad() && record.tape.values[tensor.value()].requires_grad;
-}
-
 // Whether the base is a view of an argument that a custom autograd.Function returned.
 bool is_of_function(const Tape& tape, const Value& base) {
   if (base.is_graph_input()) return false;
@@ -300,8 +295,10 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
       if (root.defined()) link_view(handle, root, value.kind, is_of_function(record.tape, base));
     }
     if (!recorded) continue;
+    const size_t edge = next_edge++;
+    if (is_new_leaf(record, *tensor)) continue;
     torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = false;
-    torch::autograd::impl::set_gradient_edge(handle, edges[next_edge++]);
+    torch::autograd::impl::set_gradient_edge(handle, edges[edge]);
   }
   memory.finish();
   for (PendingTensor* tensor : computed) {
@@ -428,7 +425,8 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
     }
   }
   Roots roots(*record, computed);
-  const std::vector<torch::autograd::Edge> edges = make_autograd_nodes(record, roots.hidden());
+  const std::vector<torch::autograd::Edge> edges =
+      make_autograd_nodes(record, roots.hidden(), leaf_edges(*record, computed));
   give_memory(*record, computed, roots, edges, !record->held.empty());
   function_results_.clear();
   // Releases the user's tensors. After a later in-place write, such a tensor may depend on this

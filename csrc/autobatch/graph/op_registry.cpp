@@ -295,6 +295,10 @@ void describe_write(OpInfo& info) {
     if (info.functional.has_value()) info.write = WriteKind::kOut;
     return;
   }
+  if (op.hasTag(at::Tag::inplace_view)) {
+    info.functional = c10::Dispatcher::singleton().findSchema(
+        {functional_name(op), op.operator_name().overload_name});
+  }
   if (info.written_arguments != 1 || op.hasTag(at::Tag::inplace_view)) return;
   if (op.schema().returns().size() != 1) return;
   if (info.name == "aten::zero_") {
@@ -393,7 +397,9 @@ Action OpInfo::action_on(at::ArrayRef<c10::IValue> arguments) const {
   if (action != Action::kMutate || writes_if_argument < 0) return action;
   if (!arguments[static_cast<size_t>(writes_if_argument)].toBool()) return Action::kDefer;
   for (size_t i = 0; i < num_arguments && i < 64; ++i) {
-    if ((written_arguments >> i & 1) != 0 && !arguments[i].isNone()) return Action::kMutate;
+    const c10::IValue& to = arguments[i];
+    const bool is_given = to.isTensor() && to.toTensor().defined();
+    if ((written_arguments >> i & 1) != 0 && is_given) return Action::kMutate;
   }
   return Action::kDefer;  // no statistics are kept
 }

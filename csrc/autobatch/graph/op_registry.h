@@ -74,7 +74,8 @@ struct OpInfo {
   uint64_t weight_arguments = 0;   // bit i: argument i is a weight, judging by its name
   uint64_t written_arguments = 0;  // bit i: argument i is written to
   WriteKind write = WriteKind::kNone;
-  std::optional<c10::OperatorHandle> functional;  // for WriteKind::kCompute and kOut
+  // For WriteKind::kCompute and kOut, and for in-place view ops (`unsqueeze_`).
+  std::optional<c10::OperatorHandle> functional;
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;   // `detach`: the result requires no grad

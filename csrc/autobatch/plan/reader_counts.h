@@ -15,7 +15,7 @@ class ReaderCounts {
 
   // Whether only nodes can read the value. A value is private if a node computes it, it is not a
   // view, and no tensor of the user and no view refers to it. The program cannot write to a private
-  // value.
+  // value, but it may have written to its memory before (Tape::written_at).
   bool is_private(ValueId id) const {
     const Value& value = tape_.values[id];
     return !value.is_graph_input() && value.parent == kNone && value.tensor == nullptr &&

@@ -15,6 +15,11 @@ class CtcLossRule final : public LoopRule {
  public:
   bool infers() const override { return false; }
 
+  void forward(Batch& batch) const override {
+    batch.record().signature->note = "one call for several examples would not be faster";
+    LoopRule::forward(batch);
+  }
+
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(0) || !builder.is_tensor(1)) return false;
     const Value log_probs = builder.operand(0);

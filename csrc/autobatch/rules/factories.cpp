@@ -293,7 +293,42 @@ class WithValuesRule final : public Rule {
   }
 };
 
+Tensor leaf(const Tensor& self) {
+  return at::empty_strided(self.sizes(), self.strides(), self.options()).copy_(self);
+}
+
+// leaf(self) returns a copy of `self`. The capture of the op makes the result require grad
+// (capture/new_leaves.h). The gradient of the result does not go to `self`.
+class LeafRule final : public Rule {
+ public:
+  bool saves() const override { return false; }
+  bool reads(size_t) const override { return false; }
+  bool reads_result(uint32_t) const override { return false; }
+
+  bool capture(NodeBuilder& builder) const override {
+    const Value self = builder.operand(0);
+    builder.key(dtype_word(self));
+    builder.require_grad();
+    builder.result(self.geometry, self.dtype);
+    return true;
+  }
+
+  void forward(Batch& batch) const override { copy_to_results(batch, 0); }
+  void backward(BackwardBatch&) const override {}
+
+  std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
+                            at::ArrayRef<Tensor>) const override {
+    return {leaf(operands[0])};
+  }
+};
+
 }  // namespace
+
+bool is_leaf(const Tape& tape, ValueId id) {
+  const Value& value = tape.values[id];
+  return !value.is_graph_input() && value.parent == kNone &&
+         dynamic_cast<const LeafRule*>(tape.nodes[value.node].signature->rule) != nullptr;
+}
 
 RuleTable memory_rules() {
   using F = FactoryRule;
@@ -310,7 +345,8 @@ RuleTable memory_rules() {
           {"aten::new_empty", new F(F::kNew, 0)},
           {"aten::new_full", new F(F::kNew)},
           {"autobatch::assemble", new AssembleRule()},
-          {"autobatch::with_values", new WithValuesRule()}};
+          {"autobatch::with_values", new WithValuesRule()},
+          {"autobatch::leaf", new LeafRule()}};
 }
 
 bool is_factory(const Signature& signature) {
@@ -336,6 +372,7 @@ void register_memory_ops() {
         new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
     lib->def("with_values(Tensor self, Tensor values) -> Tensor", &with_values);
+    lib->def("leaf(Tensor self) -> Tensor", &leaf);
     lib->def("sparse_product(Tensor indices, Tensor values, Tensor x, int size) -> Tensor",
              &sparse_product);
     lib->def("memory_view(Tensor(a) self, int[] size, int[] stride) -> Tensor(a)", &memory_view);

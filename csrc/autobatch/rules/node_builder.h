@@ -78,6 +78,8 @@ class NodeBuilder {
   uint32_t returned_argument() const { return returned_; }
 
   bool any_requires_grad() const { return any_requires_grad_; }
+  // Makes the results require grad, although no operand does.
+  void require_grad() { any_requires_grad_ = true; }
   const Key& key() const { return key_; }
   const c10::SmallVector<ValueId, 8>& operands() const { return operands_; }
   const Value& operand_value(size_t slot) const { return graph_.value(operands_[slot]); }

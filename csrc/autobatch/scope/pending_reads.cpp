@@ -1,6 +1,7 @@
 // The functions of pending_tensor.h that need the scope that owns the graph.
 
 #include "autobatch/graph/pending_tensor.h"
+#include "autobatch/rules/factories.h"
 #include "autobatch/scope/scope.h"
 
 namespace autobatch {
@@ -9,7 +10,7 @@ bool is_result(const PendingTensor& tensor) {
   const Scope* scope = Scope::current();
   const Graph* graph = tensor.graph();
   return scope != nullptr && graph == &scope->graph() && tensor.requires_grad() &&
-         graph->requires_grad_now(tensor.value());
+         graph->requires_grad_now(tensor.value()) && !is_leaf(graph->tape(), tensor.value());
 }
 
 void ensure_real(at::ArrayRef<PendingTensor*> tensors, const std::string& reason) {

@@ -103,7 +103,7 @@ def test_sizes_differ() -> None:
     report = run(lambda i: linear(torch.ones(1 + i, 4)).cumprod(0))
     [finding] = report.findings
     assert finding.what.startswith("sizes of cumprod differ")
-    assert "docs/ops.md" in finding.remedy
+    assert "docs/batched_ops.md" in finding.remedy
 
 
 def test_an_op_that_runs_one_by_one() -> None:

@@ -113,7 +113,7 @@ def with_function(loss: Tensor) -> None:
 
 
 def with_requires_grad(loss: Tensor) -> None:
-    loss.detach().tanh().requires_grad_() * 2
+    loss.detach().requires_grad_() * 2  # shares the memory of a tensor that is held
 
 
 def with_hook(loss: Tensor) -> None:
