@@ -124,6 +124,16 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "norm": lambda x, w: (x @ w).norm(dim=1),
     "var": lambda x, w: (x @ w).var(1),
     "prod": lambda x, w: (x @ w).prod(1),
+    "silu": lambda x, w: F.silu(x @ w),
+    "mish": lambda x, w: F.mish(x @ w),
+    "group_norm": lambda x, w: F.group_norm(x @ w, 2, w[0], w[1]),
+    "instance_norm": lambda x, w: F.instance_norm((x @ w)[None]),
+    "batch_norm": lambda x, w: F.batch_norm(x @ w, tensor(4), tensor(4).square() + 1, w[0], w[1]),
+    "batch_norm in training": lambda x, w: F.batch_norm(x @ w, None, None, training=True),
+    "cholesky": lambda x, w: torch.linalg.cholesky(x @ w @ w.t() @ x.t() + 3 * torch.eye(2)),
+    "inv": lambda x, w: torch.linalg.inv((x @ w)[:, :2] + 9 * torch.eye(2)),
+    "solve": lambda x, w: torch.linalg.solve((x @ w)[:, :2] + 9 * torch.eye(2), x),
+    "eigh": lambda x, w: torch.linalg.eigvalsh(x @ w @ w.t() @ x.t() + torch.arange(2).diag()),
 }
 
 
@@ -142,7 +152,8 @@ def test_through_ops(name: str) -> None:
 CAPTURED = [
     "mul", "div", "same operand twice", "pow", "softmax", "log_softmax", "layer_norm", "gelu",
     "relu", "cat", "stack", "gather", "embedding", "where", "clamp", "cumsum", "bmm", "einsum",
-    "cross_entropy", "smooth_l1", "in place", "norm",
+    "cross_entropy", "smooth_l1", "in place", "norm", "silu", "mish", "group_norm",
+    "batch_norm", "cholesky", "inv", "solve",
 ]  # fmt: skip
 
 
