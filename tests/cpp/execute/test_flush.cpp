@@ -121,7 +121,7 @@ TEST_CASE("execute: an interruption stops the flush immediately and is raised", 
     BatchScope scope;
     for (int64_t i = 0; i < 8; ++i) rows.push_back(at::embedding(w, index(i == 5 ? 9 : 0)));
     after = at::exp(rows[0]);
-    const Hooks hooks({[](const std::exception&) { return true; }, {}, {}, {}, {}});
+    const Hooks hooks({[](const std::exception&) { return true; }, {}, {}, {}, {}, {}});
     CHECK_THROWS_AS(scope.flush(), c10::Error);
     CHECK(row_of(scope.report(), "aten::exp").instances == 0);
   }
