@@ -2,6 +2,7 @@
 
 #include "autobatch/capture/capture.h"
 #include "autobatch/cells/cell_template.h"
+#include "autobatch/rules/factories.h"
 #include "autobatch/scope/scope.h"
 
 namespace autobatch {
@@ -28,8 +29,9 @@ bool defer_request(const at::TensorBase& tensor, PendingTensor::Request request)
   if (scope == nullptr || CellTrace::current() != nullptr) return false;
   const Scope::Lock lock(*scope);
   Graph& graph = scope->graph();
-  if (pending->graph() != &graph || !is_result(*pending)) return false;
+  if (pending->graph() != &graph) return false;
   const ValueId id = pending->value();
+  if (!is_result(*pending) && !is_leaf(graph.tape(), id)) return false;
   const Value& value = graph.value(id);
   if (value.base != id || value.is_graph_input() || graph.has_writes()) return false;
   // Eager calls the hooks of several results of one node together.

@@ -63,8 +63,8 @@ bool may_share(const MemoryOrder::Part& a, const MemoryOrder::Part& b) {
 }  // namespace
 
 MemoryOrder::MemoryOrder(Scope& scope, const FiberPool& pool, bool watches)
-    : scope_(scope), pool_(pool), outer_(scope.updates().order), watches_(watches) {
-  scope.updates().order = this;
+    : scope_(scope), pool_(pool), watches_(watches) {
+  scope.updates().orders.push_back(this);
   std::erase_if(known_ordered(), [](const Weak& storage) { return storage.expired(); });
   for (const Weak& storage : known_ordered()) {
     if (auto alive = storage.lock()) add_ordered(c10::Storage(std::move(alive)));
@@ -77,7 +77,7 @@ MemoryOrder::MemoryOrder(Scope& scope, const FiberPool& pool, bool watches)
 
 MemoryOrder::~MemoryOrder() {
   for (const c10::Storage& storage : stale_) scope_.graph().forget_stale(storage);
-  scope_.updates().order = outer_;
+  std::erase(scope_.updates().orders, this);
 }
 
 void MemoryOrder::add_ordered(c10::Storage storage) {

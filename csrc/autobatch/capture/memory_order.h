@@ -46,6 +46,8 @@ class MemoryOrder {
   MemoryOrder& operator=(const MemoryOrder&) = delete;
 
   bool is_ordered(const c10::Storage& storage) const;
+  // Whether each call must look at its arguments, so that calls cannot be repeated from the cache.
+  bool looks_at_calls() const { return !stale_.empty(); }
   // Notes the memory that a call reads and writes. Must be called when the running instance does
   // not have to wait for other instances any more.
   void note(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
@@ -72,7 +74,6 @@ class MemoryOrder {
 
   Scope& scope_;
   const FiberPool& pool_;
-  MemoryOrder* const outer_;
   std::vector<c10::Storage> stale_;  // the ordered memory, and a mark that makes calls be noted
   bool watches_;
   std::unordered_map<const c10::StorageImpl*, Uses> uses_;

@@ -38,8 +38,8 @@ bool is_on(const MemoryClaim& claim, const c10::Storage& storage) {
 }
 
 bool is_ordered(Scope& scope, const c10::Storage& storage) {
-  const MemoryOrder* order = scope.updates().order;
-  return order != nullptr && order->is_ordered(storage);
+  return std::ranges::any_of(scope.updates().orders,
+                             [&](const MemoryOrder* order) { return order->is_ordered(storage); });
 }
 
 bool is_claimed(Scope& scope, const c10::Storage& storage) {
@@ -209,7 +209,7 @@ void prepare_memory(Scope& scope, const OpInfo& op, Arguments arguments) {
       op.action_on(arguments) == Action::kMutate &&
       (op.keeps_statistics ? all_written(op, arguments, is_free) : is_update(scope, op, arguments));
   if (!may_update) finish_updates(scope, op.name, arguments);
-  if (MemoryOrder* order = scope.updates().order) order->note(op, arguments);
+  for (MemoryOrder* order : scope.updates().orders) order->note(op, arguments);
 }
 
 void finish_updates(const Tensor& tensor, const char* read) {

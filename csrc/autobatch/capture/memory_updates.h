@@ -40,7 +40,7 @@ struct MemoryClaim {
 struct MemoryUpdates {
   std::list<MemoryUpdate> waiting;  // in the order of the calls
   std::list<MemoryClaim> claims;
-  MemoryOrder* order = nullptr;  // of the map that runs
+  std::vector<MemoryOrder*> orders;  // of the maps that run
 };
 
 // Whether the call can be kept as an update. The op must be a pointwise in-place op, `copy_`,

@@ -1,6 +1,7 @@
 #include "autobatch/graph/thread_state.h"
 
 #include "autobatch/capture/capture.h"
+#include "autobatch/capture/memory_order.h"
 #include "autobatch/scope/scope.h"
 
 #include <ATen/functorch/DynamicLayer.h>
@@ -9,6 +10,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace autobatch {
@@ -46,7 +48,9 @@ bool must_pass_through(const CaptureState& state) { return watcher_but_hooks(sta
 }  // namespace
 
 bool may_use_call_cache(Scope& scope) {
-  return scope.options().max_pending == 0 && scope.verifier() == nullptr;
+  const auto looks_at_calls = [](const MemoryOrder* order) { return order->looks_at_calls(); };
+  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
+         std::ranges::none_of(scope.updates().orders, looks_at_calls);
 }
 
 bool may_apply_cells(Scope& scope) {

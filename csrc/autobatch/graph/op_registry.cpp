@@ -173,7 +173,15 @@ constexpr std::string_view kFailForValues[] = {"aten::linalg_cholesky",
                                                "aten::svd",
                                                "aten::linalg_svdvals",
                                                "aten::linalg_lu_factor",
-                                               "aten::linalg_matrix_power"};
+                                               "aten::linalg_matrix_power",
+                                               "aten::linalg_matrix_norm",
+                                               "aten::linalg_matrix_rank",
+                                               "aten::linalg_cond",
+                                               "aten::linalg_pinv",
+                                               "aten::linalg_tensorinv",
+                                               "aten::linalg_tensorsolve",
+                                               "aten::nuclear_norm",
+                                               "aten::pinverse"};
 
 // In-place ops whose autograd formulas differ from those of their functional counterparts.
 constexpr std::pair<std::string_view, InPlaceFormula> kInPlaceFormulas[] = {
@@ -374,7 +382,7 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
       info->name.starts_with("aten::unsafe_") || info->name == "aten::_unsafe_view";
   info->integral_only = lists(kIntegralOnly, op.operator_name().name);
   info->is_verdict = lists(kVerdicts, info->name);
-  info->fails_for_values = lists(kFailForValues, info->name);
+  info->fails_for_values = lists(kFailForValues, op.operator_name().name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
   // The op that a reinterpreting op calls would be captured as the reinterpreting op again.

@@ -232,10 +232,20 @@ bool defer_hooks(PyObject* self) {
          defer_request(tensor, attach_hooks);
 }
 
+// Keeps a new leaf (new_leaves.h) alive until it is real. In eager, the graph keeps a leaf alive,
+// and calls the hooks that the program may register after it has read `grad_fn`.
+void keep_leaf(const at::Tensor& tensor) {
+  const auto nothing = [](const at::Tensor&) {};
+  if (!as_pending(tensor)->has_request(nothing)) defer_request(tensor, nothing);
+}
+
 // This getter is called often: nn.Module reads the `grad_fn` of each parameter that it registers.
 PyObject* grad_fn(PyObject* self, void* closure) {
   const PendingTensor* pending = plainly_pending(self);
-  if (pending != nullptr && !is_result(*pending)) Py_RETURN_NONE;
+  if (pending != nullptr && !is_result(*pending)) {
+    keep_leaf(THPVariable_Unpack(self));
+    Py_RETURN_NONE;
+  }
   if (pending != nullptr && defer_hooks(self)) Py_RETURN_NONE;
   return node_read.original(self, closure);
 }

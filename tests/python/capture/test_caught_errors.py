@@ -66,3 +66,19 @@ def test_a_handler_around_the_block_does_not_count() -> None:
     except torch.linalg.LinAlgError:
         pytest.fail("no matrix is singular")
     assert len(scope.report().flushes) == 1, kept
+
+
+@pytest.mark.parametrize(
+    "op", [torch.linalg.pinv, torch.pinverse, torch.linalg.cond, torch.linalg.matrix_rank]
+)
+def test_ops_that_call_a_decomposition(op: Callable[[Tensor], Tensor]) -> None:
+    def one(k: Tensor) -> bool:
+        try:
+            op(k * float("nan"))
+        except RuntimeError:
+            return True
+        return False
+
+    with ab.batch(adaptive=False):
+        found = [one(k) for k in matrices()]
+    assert found == [one(k) for k in matrices()]

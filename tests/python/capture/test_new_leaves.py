@@ -128,19 +128,51 @@ def test_gradients_with_respect_to_a_held_leaf_after_the_block() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_a_hook_of_a_leaf_is_called() -> None:
+def hook_before(z: Tensor, seen: list[Tensor]) -> None:
+    z.register_hook(lambda g: seen.append(g.clone()))
+
+
+def hook_after_accumulation(z: Tensor, seen: list[Tensor]) -> None:
+    z.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("register", [hook_before, hook_after_accumulation])
+@pytest.mark.parametrize("used", [False, True])
+def test_a_hook_of_a_leaf_is_called_after_its_death(
+    register: Callable[[Tensor, list[Tensor]], None], used: bool
+) -> None:
     model, seen = network(), []
 
     def program() -> Tensor:
         z = (examples()[0] * model[0].bias[:3]).detach().requires_grad_()
-        z.register_hook(lambda g: seen.append(g.clone()))
-        return model(z).sum()
+        if not used:
+            register(z, seen)
+        loss = model(z).sum()
+        if used:
+            register(z, seen)
+        return loss
 
     with ab.batch(adaptive=False):
         loss = program()
     loss.backward()
     program().backward()
     torch.testing.assert_close(seen[0], seen[1])
+
+
+def test_the_version_of_a_leaf() -> None:
+    model = network()
+
+    def program() -> int:
+        h = examples()[0] * model[0].bias[:3]
+        h.mul_(2)
+        float(h.sum().detach())
+        z = h.detach().requires_grad_()
+        model(z)
+        return z._version
+
+    with ab.batch(adaptive=False):
+        found = program()
+    assert found == program()
 
 
 def written(z: Tensor, _: Tensor) -> None:

@@ -221,3 +221,60 @@ def test_order_is_kept_for_a_model_that_is_gone() -> None:
         model = model_of(Queue)
         with pytest.warns(RuntimeWarning, match="after instance 3 has read it"):
             step(model, ab.map)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda y, b: y * b,
+        lambda y, b: b + y,
+        lambda y, b: torch.cat([y, b[None]]).sum(0),
+        lambda y, b: torch.where(y > 0, y, b),
+    ],
+)
+def test_operands_of_captured_ops_are_noticed(read: Callable[[Tensor, Tensor], Tensor]) -> None:
+    layer = nn.Linear(4, 4).double()
+    shared = torch.ones(4).double()
+
+    def one(x: Tensor) -> Tensor:
+        y = read(layer(x), shared)
+        if y.sum() < 1e9:
+            shared.add_(1.0)
+        return y.sum()
+
+    def results(loop: Loop) -> Tensor:
+        shared.fill_(1.0)
+        return torch.stack(loop(one, examples())).detach()
+
+    expected = results(in_a_loop)
+    with pytest.warns(RuntimeWarning, match="after instance"):
+        results(ab.map)
+    for _ in range(2):
+        torch.testing.assert_close(results(ab.map), expected)
+
+
+def test_nested_maps_may_end_in_any_order() -> None:
+    layer = nn.Linear(4, 4).double()
+    shared = torch.zeros(4).double()
+
+    def inner(argument: tuple[int, Tensor]) -> Tensor:
+        count, x = argument
+        y = layer(x)
+        for _ in range(1 + count):
+            if y.sum() < 1e9:
+                shared.add_(1.0)
+        return y
+
+    def outer(count: int) -> Tensor:
+        found = ab.map(inner, [(count, x[0]) for x in examples()])
+        total = torch.stack(found).sum()
+        return total * 2 if total < 1e9 else total
+
+    expected = [outer_sum(layer) for _ in range(3)]
+    with ab.batch(adaptive=False):
+        found = ab.map(outer, range(3))
+    torch.testing.assert_close(torch.stack(found).detach(), torch.stack(expected).detach())
+
+
+def outer_sum(layer: nn.Module) -> Tensor:
+    return 2 * torch.stack([layer(x[0]) for x in examples()]).sum()
