@@ -80,6 +80,9 @@ bool has_tangent(const at::Tensor& tensor);
 // determines how the call is captured (call_cache.h). Returns false with the options `max_pending`
 // and `verify`.
 bool may_use_call_cache(Scope& scope);
+// Whether a call may also be repeated before Call::run has looked at the memory of its arguments
+// (memory_order.h).
+bool may_use_call_cache_first(Scope& scope);
 // Whether the templates of cells may be applied. In addition to the conditions for cached calls,
 // the graph must have no captured writes, because templates do not account for them.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);

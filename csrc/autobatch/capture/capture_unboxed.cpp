@@ -60,7 +60,7 @@ struct Unboxed<Op, Return(Args...)> {
     }
     if (Scope* scope = capturing_scope(state)) {
       const Scope::Lock lock(*scope);
-      if (may_use_call_cache(*scope)) {
+      if (may_use_call_cache_first(*scope)) {
         CallKey key(info, scope->graph(), CallContext(state), scope->tables().calls.next());
         (key.add(args), ...);
         Recorded recorded;

@@ -48,9 +48,12 @@ bool must_pass_through(const CaptureState& state) { return watcher_but_hooks(sta
 }  // namespace
 
 bool may_use_call_cache(Scope& scope) {
+  return scope.options().max_pending == 0 && scope.verifier() == nullptr;
+}
+
+bool may_use_call_cache_first(Scope& scope) {
   const auto looks_at_calls = [](const MemoryOrder* order) { return order->looks_at_calls(); };
-  return scope.options().max_pending == 0 && scope.verifier() == nullptr &&
-         std::ranges::none_of(scope.updates().orders, looks_at_calls);
+  return may_use_call_cache(scope) && std::ranges::none_of(scope.updates().orders, looks_at_calls);
 }
 
 bool may_apply_cells(Scope& scope) {

@@ -78,7 +78,7 @@ bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments, Take ta
   Scope* scope = capturing_scope(state);
   if (scope == nullptr) return false;
   const Scope::Lock lock(*scope);
-  if (!may_use_call_cache(*scope)) return false;
+  if (!may_use_call_cache_first(*scope)) return false;
   CallKey key(op, scope->graph(), CallContext(state), scope->tables().calls.next());
   for (const Argument& argument : arguments) add(key, argument);
   if (!key.valid()) return false;
