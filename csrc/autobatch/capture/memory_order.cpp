@@ -152,4 +152,9 @@ void MemoryOrder::order_written() {
   uses_.clear();
 }
 
+bool is_ordered(Scope& scope, const c10::Storage& storage) {
+  return std::ranges::any_of(scope.updates().orders,
+                             [&](const MemoryOrder* order) { return order->is_ordered(storage); });
+}
+
 }  // namespace autobatch

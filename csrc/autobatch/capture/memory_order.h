@@ -81,4 +81,7 @@ class MemoryOrder {
   std::string broken_;
 };
 
+// Whether the memory is ordered in a map that runs.
+bool is_ordered(Scope& scope, const c10::Storage& storage);
+
 }  // namespace autobatch

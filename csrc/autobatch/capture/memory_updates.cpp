@@ -37,11 +37,6 @@ bool is_on(const MemoryClaim& claim, const c10::Storage& storage) {
   return claim.storage.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl();
 }
 
-bool is_ordered(Scope& scope, const c10::Storage& storage) {
-  return std::ranges::any_of(scope.updates().orders,
-                             [&](const MemoryOrder* order) { return order->is_ordered(storage); });
-}
-
 bool is_claimed(Scope& scope, const c10::Storage& storage) {
   if (is_ordered(scope, storage)) return true;
   return std::ranges::any_of(scope.updates().claims,

@@ -1,5 +1,6 @@
 #include "autobatch/capture/running_statistics.h"
 
+#include "autobatch/capture/memory_order.h"
 #include "autobatch/capture/memory_updates.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
@@ -18,7 +19,7 @@ namespace {
 using at::Tensor;
 
 // Whether the argument is an ordinary buffer for a statistic of `x` that no pending op reads.
-bool is_statistic(const Graph& graph, const c10::IValue& argument, const Tensor& x) {
+bool is_statistic(Scope& scope, const c10::IValue& argument, const Tensor& x) {
   if (!argument.isTensor() || !argument.toTensor().defined()) return false;
   const Tensor& buffer = argument.toTensor();
   if (as_pending(buffer) != nullptr || !is_plain(*buffer.unsafeGetTensorImpl())) return false;
@@ -27,7 +28,9 @@ bool is_statistic(const Graph& graph, const c10::IValue& argument, const Tensor&
   if (buffer.dim() != 1 || buffer.numel() != x.size(1) || buffer.device() != x.device()) {
     return false;
   }
-  return graph.is_stale(buffer) || !graph.reads_storage_of(buffer);
+  Graph& graph = scope.graph();
+  const bool waits_for_updates = graph.is_stale(buffer) && !is_ordered(scope, buffer.storage());
+  return waits_for_updates || !graph.reads_storage_of(buffer);
 }
 
 // Returns the variance and the mean of each channel of x [N, C, ...]. If one dimension is left to
@@ -59,14 +62,13 @@ void add_momentum_update(Scope& scope, const Tensor& target, const Tensor& sourc
 bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                        Tensor& result) {
   if (!arguments[0].isTensor()) return false;
-  Graph& graph = scope.graph();
   const Tensor x = arguments[0].toTensor();
   // instance_norm has the same arguments. For one example, it computes the same as batch_norm.
   const bool is_instance_norm = op.name == "aten::instance_norm" && x.dim() > 2 && x.size(0) == 1;
   if (op.name != "aten::batch_norm" && !is_instance_norm) return false;
   if (x.dim() < 2 || x.numel() <= x.size(1) || !x.is_floating_point()) return false;
   for (const size_t i : {3, 4}) {
-    if (!is_statistic(graph, arguments[i], x)) return false;
+    if (!is_statistic(scope, arguments[i], x)) return false;
   }
   const Tensor mean = arguments[3].toTensor(), variance = arguments[4].toTensor();
   if (mean.is_alias_of(variance)) return false;

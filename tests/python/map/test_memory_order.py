@@ -278,3 +278,24 @@ def test_nested_maps_may_end_in_any_order() -> None:
 
 def outer_sum(layer: nn.Module) -> Tensor:
     return 2 * torch.stack([layer(x[0]) for x in examples()]).sum()
+
+
+def test_running_statistics_that_are_read_after_a_wait() -> None:
+    layer, norm = nn.Linear(4, 3).double(), nn.BatchNorm1d(3).double()
+
+    def one(x: Tensor) -> Tensor:
+        y = norm(layer(x))
+        if y.mean() > -9:
+            y = y * 1
+        assert norm.running_mean is not None
+        return (y[0] * norm.running_mean).sum()
+
+    def results(loop: Loop) -> Tensor:
+        norm.reset_running_stats()
+        return torch.stack(loop(one, examples())).detach()
+
+    expected = results(in_a_loop)
+    with pytest.warns(RuntimeWarning, match="reads a tensor"):
+        results(ab.map)
+    for _ in range(2):
+        torch.testing.assert_close(results(ab.map), expected)
