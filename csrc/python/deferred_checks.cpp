@@ -353,20 +353,6 @@ std::optional<bool> answer(PyObject* self, Method method) {
   return statement->expected;
 }
 
-}  // namespace
-
-bool may_catch() {
-  Scope* scope = Scope::current();
-  const auto* opener =
-      scope == nullptr ? nullptr : static_cast<const Opener*>(scope->checks().host());
-  const py::gil_scoped_acquire gil;
-  const Frame frame = running_frame();
-  Line asked;
-  return frame && opener != nullptr && !reaches_end(frame, *opener, asked);
-}
-
-namespace {
-
 std::array<PyMethodDef*, 2>& methods() {
   static auto* found = [] {
     auto* both = new std::array<PyMethodDef*, 2>();
@@ -420,6 +406,16 @@ void begin_checks(Scope& scope, DeferredChecks::Which which) {
     delete static_cast<Opener*>(held);
   };
   scope.checks().begin(which, std::shared_ptr<void>(opener.release(), drop));
+}
+
+bool may_catch() {
+  Scope* scope = Scope::current();
+  const auto* opener =
+      scope == nullptr ? nullptr : static_cast<const Opener*>(scope->checks().host());
+  const py::gil_scoped_acquire gil;
+  const Frame frame = running_frame();
+  Line asked;
+  return frame && opener != nullptr && !reaches_end(frame, *opener, asked);
 }
 
 }  // namespace autobatch

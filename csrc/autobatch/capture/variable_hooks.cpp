@@ -104,8 +104,8 @@ class Hooks final : public at::impl::VariableHooksInterface {
     if (const PendingTensor* pending = as_pending(self)) {
       // Autocast calls this hook for all tensors.
       if (CastingGuard::is_casting() || is_result(*pending)) return false;
-      const bool is_known =
-          capturing_scope() != nullptr && pending->graph() == &capturing_scope()->graph();
+      const Scope* scope = capturing_scope();
+      const bool is_known = scope != nullptr && pending->graph() == &scope->graph();
       if (!pending->requires_grad() || is_known) return true;
     }
     return hooks(self, "a read of is_leaf").is_leaf(self);

@@ -132,9 +132,13 @@ class FactoryRule final : public Rule {
   double fill_ = 0;
 };
 
+// Returns a copy with the strides of `self`.
+Tensor copy_of(const Tensor& self) {
+  return at::empty_strided(self.sizes(), self.strides(), self.options()).copy_(self);
+}
+
 Tensor assemble(const Tensor& self, at::TensorList places, at::TensorList pieces) {
-  Tensor out = at::empty_strided(self.sizes(), self.strides(), self.options());
-  out.copy_(self);
+  const Tensor out = copy_of(self);
   for (size_t e = 0; e < places.size(); ++e) {
     const int64_t offset = places[e].storage_offset() - self.storage_offset();
     out.as_strided(places[e].sizes(), places[e].strides(), offset).copy_(pieces[e]);
@@ -251,8 +255,7 @@ class AssembleRule final : public Rule {
 };
 
 Tensor with_values(const Tensor& self, const Tensor& values) {
-  Tensor out = at::empty_strided(self.sizes(), self.strides(), self.options());
-  out.copy_(self);
+  const Tensor out = copy_of(self);
   const at::NoGradGuard no_grad;
   out.copy_(values);
   return out;
@@ -293,10 +296,6 @@ class WithValuesRule final : public Rule {
   }
 };
 
-Tensor leaf(const Tensor& self) {
-  return at::empty_strided(self.sizes(), self.strides(), self.options()).copy_(self);
-}
-
 // leaf(self) returns a copy of `self`. The capture of the op makes the result require grad
 // (capture/new_leaves.h). The gradient of the result does not go to `self`.
 class LeafRule final : public Rule {
@@ -318,7 +317,7 @@ class LeafRule final : public Rule {
 
   std::vector<Tensor> eager(const Signature&, at::ArrayRef<Tensor> operands,
                             at::ArrayRef<Tensor>) const override {
-    return {leaf(operands[0])};
+    return {copy_of(operands[0])};
   }
 };
 
@@ -372,7 +371,7 @@ void register_memory_ops() {
         new torch::Library(torch::Library::FRAGMENT, "autobatch", std::nullopt, __FILE__, __LINE__);
     lib->def("assemble(Tensor self, Tensor[] places, Tensor[] pieces) -> Tensor", &assemble);
     lib->def("with_values(Tensor self, Tensor values) -> Tensor", &with_values);
-    lib->def("leaf(Tensor self) -> Tensor", &leaf);
+    lib->def("leaf(Tensor self) -> Tensor", &copy_of);
     lib->def("sparse_product(Tensor indices, Tensor values, Tensor x, int size) -> Tensor",
              &sparse_product);
     lib->def("memory_view(Tensor(a) self, int[] size, int[] stride) -> Tensor(a)", &memory_view);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def step(model: nn.Module, loop: Loop) -> dict[str, Tensor]:
     return found
 
 
-def in_a_loop(function: Callable[[Tensor], Tensor], instances: Sequence[Tensor]) -> list[Tensor]:
+def in_a_loop(function: Callable[[Any], Tensor], instances: Sequence[Any]) -> list[Tensor]:
     return [function(x) for x in instances]
 
 
@@ -223,6 +224,24 @@ def test_order_is_kept_for_a_model_that_is_gone() -> None:
             step(model, ab.map)
 
 
+def check_order_is_learned(
+    one: Callable[[Any], Tensor], instances: Sequence[Any], reset: Callable[[], object], match: str
+) -> None:
+    """The first map warns, and later maps give a loop's results. ``reset`` runs before each."""
+
+    def results(loop: Callable[..., list[Tensor]]) -> Tensor:
+        reset()
+        with ab.batch(enabled=loop is ab.map, adaptive=False):
+            found = loop(one, instances)
+        return torch.stack(found).detach()
+
+    expected = results(in_a_loop)
+    with pytest.warns(RuntimeWarning, match=match):
+        results(ab.map)
+    for _ in range(2):
+        torch.testing.assert_close(results(ab.map), expected)
+
+
 @pytest.mark.parametrize(
     "read",
     [
@@ -242,42 +261,28 @@ def test_operands_of_captured_ops_are_noticed(read: Callable[[Tensor, Tensor], T
             shared.add_(1.0)
         return y.sum()
 
-    def results(loop: Loop) -> Tensor:
-        shared.fill_(1.0)
-        return torch.stack(loop(one, examples())).detach()
-
-    expected = results(in_a_loop)
-    with pytest.warns(RuntimeWarning, match="after instance"):
-        results(ab.map)
-    for _ in range(2):
-        torch.testing.assert_close(results(ab.map), expected)
+    check_order_is_learned(one, examples(), lambda: shared.fill_(1.0), "after instance")
 
 
 def test_nested_maps_may_end_in_any_order() -> None:
+    """The order of the outer map is still watched when the inner maps have ended."""
     layer = nn.Linear(4, 4).double()
-    shared = torch.zeros(4).double()
+    shared = torch.ones(4).double()
 
-    def inner(argument: tuple[int, Tensor]) -> Tensor:
-        count, x = argument
+    def inner(x: Tensor) -> Tensor:
         y = layer(x)
-        for _ in range(1 + count):
-            if y.sum() < 1e9:
-                shared.add_(1.0)
-        return y
+        return y if y.sum() < 1e9 else y * 2
 
-    def outer(count: int) -> Tensor:
-        found = ab.map(inner, [(count, x[0]) for x in examples()])
-        total = torch.stack(found).sum()
-        return total * 2 if total < 1e9 else total
+    def outer(_: int) -> Tensor:
+        found = ab.map(inner, [x[0] for x in examples()])  # the maps that began first end first
+        total = (torch.stack(found) * shared).sum()
+        for _ in range(2):
+            if total > 1e9:
+                total = total * 2
+        shared.add_(1.0)
+        return total
 
-    expected = [outer_sum(layer) for _ in range(3)]
-    with ab.batch(adaptive=False):
-        found = ab.map(outer, range(3))
-    torch.testing.assert_close(torch.stack(found).detach(), torch.stack(expected).detach())
-
-
-def outer_sum(layer: nn.Module) -> Tensor:
-    return 2 * torch.stack([layer(x[0]) for x in examples()]).sum()
+    check_order_is_learned(outer, range(3), lambda: shared.fill_(1.0), "after instance")
 
 
 def test_running_statistics_that_are_read_after_a_wait() -> None:
@@ -290,12 +295,4 @@ def test_running_statistics_that_are_read_after_a_wait() -> None:
         assert norm.running_mean is not None
         return (y[0] * norm.running_mean).sum()
 
-    def results(loop: Loop) -> Tensor:
-        norm.reset_running_stats()
-        return torch.stack(loop(one, examples())).detach()
-
-    expected = results(in_a_loop)
-    with pytest.warns(RuntimeWarning, match="reads a tensor"):
-        results(ab.map)
-    for _ in range(2):
-        torch.testing.assert_close(results(ab.map), expected)
+    check_order_is_learned(one, examples(), norm.reset_running_stats, "reads a tensor")
