@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_autobatch import _C
-from torch_autobatch._cell_ops import is_pure
-from torch_autobatch._cell_passes import objects_of_their_own
+from torch_autobatch._cell_passes import may_repeat, objects_of_their_own
 from torch_autobatch._cell_program import (
     MISMATCH,
     VARIABLE,
@@ -26,7 +25,6 @@ from torch_autobatch._cell_program import (
 from torch_autobatch._cell_templates import with_templates
 
 _MOST_BYTES = 64 << 20  # size of the cached results of one program
-_UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 
 class _Results:
@@ -116,7 +114,7 @@ def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
         is_of_numbers = line.variables() <= set(numbers)
         if line.is_number or (line.is_condition and is_of_numbers) or not follows:
             continue
-        if line.is_call and not (_is_pure(line, program) and line.target not in fixed):
+        if line.is_call and not (may_repeat(line, program) and line.target not in fixed):
             continue
         known.add(line.target)
         sizes |= line.variables() & set(numbers)
@@ -133,10 +131,3 @@ def _numbers_of_inputs(program: Program) -> list[str]:
         if line.is_number:
             found.append(line.target)
     return found
-
-
-def _is_pure(line: Line, program: Program) -> bool:
-    if line.name == "tensor":  # pure if its data is in the source, not in a list
-        constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
-        return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
-    return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 _OPERATORS = re.compile(
-    "__r?(add|sub|mul|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|eq|ne|lt|le|gt|ge)__"
+    "__r?(add|sub|mul|div|truediv|floordiv|mod|pow|matmul|neg|abs|invert|and|or|xor|lshift|rshift|"
+    "eq|ne|lt|le|gt|ge)__"
 )
 # Ops that call other ops, and return neither an argument nor a view of an argument.
 _COPYING = frozenset(
@@ -190,6 +191,34 @@ def puts_by_index(args: Sequence[Any]) -> bool:
     taken = index.dim() if index.dtype in _MASKS else 1
     given = 1 if index.dtype in _MASKS else index.dim()
     return bool(value.dtype == to.dtype) and value.dim() <= to.dim() - taken + given
+
+
+def fills_by_mask(to: Tensor, index: Any, value: Any) -> bool:
+    """Returns whether ``to[index] = value`` equals ``to.masked_fill_(index, value)``."""
+    if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
+        return False
+    is_exact = isinstance(value, int) or (isinstance(value, float) and to.is_floating_point())
+    return is_exact and index.shape == to.shape
+
+
+def mask_of_rows(index: Any) -> tuple[int, Tensor] | None:
+    """Returns the dimension and the mask if an index is one mask of one dimension: `x[:, mask]`."""
+    indices = index if isinstance(index, tuple) else (index,)
+    masks = [(d, i) for d, i in enumerate(indices) if isinstance(i, torch.Tensor)]
+    if len(masks) != 1 or not all(isinstance(i, torch.Tensor) or _is_whole(i) for i in indices):
+        return None
+    is_mask = masks[0][1].dtype is torch.bool and masks[0][1].dim() == 1
+    return masks[0] if is_mask else None
+
+
+def _is_whole(index: Any) -> bool:
+    """Returns whether an index is `:`."""
+    return isinstance(index, slice) and index.start is index.stop is index.step is None
+
+
+def rows_of(mask: Tensor) -> Tensor:
+    """Returns the indices of a mask's true elements. Shape: ``[number of true elements]``."""
+    return mask.nonzero().view(-1)
 
 
 def selects_by_values(name: str, args: Sequence[Any]) -> bool:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_autobatch._cell_ops import ROW_MAJOR, draws, is_pure
-from torch_autobatch._cell_program import VARIABLE, Line, renamed
+from torch_autobatch._cell_program import VARIABLE, Line, Program, renamed
 
 Lines = Sequence[Line]
+
+_UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 # In-place ops whose out-of-place form returns the dtype and the sizes of the tensor written to.
 # For the first set, this is true only if the other arguments are numbers.
@@ -188,3 +191,11 @@ def names_of_inputs(lines: Lines) -> set[str]:
         if line.is_number and line.variables() <= names:
             names.add(line.target)
     return names
+
+
+def may_repeat(line: Line, program: Program) -> bool:
+    """Returns whether a call has no effect, and gives the same result for the same arguments."""
+    if line.name == "tensor":  # if its data is in the source, not in a list
+        constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
+        return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
+    return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

@@ -6,11 +6,13 @@ import ast
 import dataclasses
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torch_autobatch._cell_sizes import ROUNDING
 
 MISMATCH = object()  # returned by a program if one of its conditions does not hold
 
@@ -104,31 +106,20 @@ def _is_trained(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+@dataclasses.dataclass(eq=False)
 class Program:
     """The traced lines of a call, which replay it without the function's Python code."""
 
-    def __init__(
-        self,
-        inputs: Sequence[str],
-        lines: Sequence[Line],
-        returned: str,
-        constants: dict[str, Any],
-        has_effects: bool,
-        int_inputs: Sequence[str] = (),
-        containers: Sequence[str] = (),
-        asks_after_draws: bool = False,
-        made: Sequence[Any] = (),
-    ) -> None:
-        self.inputs = tuple(inputs)
-        self.int_inputs = tuple(int_inputs)
-        self.containers = tuple(containers)  # inputs that are objects, lists and dicts
-        self.lines = tuple(lines)
-        self.returned = returned
-        self.constants = constants
-        self.has_effects = has_effects
-        # A condition may fail after random numbers have been drawn.
-        self.asks_after_draws = asks_after_draws
-        self.made = list(made)  # objects without tensors that the traced call has returned
+    inputs: tuple[str, ...]
+    int_inputs: tuple[str, ...]
+    containers: tuple[str, ...]  # inputs that are objects, lists and dicts
+    lines: tuple[Line, ...]
+    returned: str
+    constants: dict[str, Any]
+    has_effects: bool
+    asks_after_draws: bool  # a condition may fail after random numbers have been drawn
+    reads_floats: bool  # from tensors, so that hardly two calls have the same numbers
+    made: list[Any]  # objects without tensors that the traced call has returned
 
     def difference(self, other: Program) -> Reason | None:
         """Returns the first difference, as text for a message; None if there is none."""
@@ -203,7 +194,7 @@ def compile_function(
             node.col_offset = node.end_col_offset = 0
         elif isinstance(node, (ast.arg, ast.keyword)):
             node.lineno = node.end_lineno = line
-    namespace = {**constants, "MISMATCH": MISMATCH}
+    namespace = {**ROUNDING, **constants, "MISMATCH": MISMATCH}
     exec(compile(tree, file, "exec"), namespace)
     program: Callable[..., Any] = namespace["program"]
     return program

@@ -17,6 +17,18 @@ _ARITHMETIC = {
     "truediv": "/",
     "mod": "%",
     "pow": "**",
+    "and_": "&",
+    "or_": "|",
+    "xor": "^",
+    "lshift": "<<",
+    "rshift": ">>",
+}
+# The namespace of a program contains these functions.
+ROUNDING: dict[str, Callable[..., Any]] = {
+    "trunc": math.trunc,
+    "floor": math.floor,
+    "ceil": math.ceil,
+    "round": round,
 }
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
@@ -103,6 +115,9 @@ class _Traced:
     def __neg__(self) -> Any:
         return self._compute(-self.value, f"-{self.name}")
 
+    def __invert__(self) -> Any:
+        return self._compute(~self.value, f"~{self.name}")  # type: ignore[operator]
+
     def __pos__(self) -> Any:
         return self
 
@@ -179,6 +194,13 @@ def is_traced(value: Any) -> bool:
     return type(value) is TracedInt or type(value) is TracedFloat
 
 
+def converted(kind: type, number: Any) -> Any:
+    """Returns ``int(number)`` or ``float(number)`` of a traced number as a traced number."""
+    if isinstance(number, kind):
+        return number
+    return number._compute(kind(number.value), f"{kind.__name__}({number.name})")
+
+
 def source_of(value: Any) -> str:
     if is_traced(value):
         return str(value.name)
@@ -225,36 +247,22 @@ def _comparison(name: str, symbol: str) -> Callable[[_Traced, Any], Any]:
 
 
 for _name, _symbol in _ARITHMETIC.items():
-    setattr(_Traced, f"__{_name}__", _arithmetic(_name, _symbol, reflected=False))
-    setattr(_Traced, f"__r{_name}__", _arithmetic(_name, _symbol, reflected=True))
+    _method = _name.rstrip("_")
+    setattr(_Traced, f"__{_method}__", _arithmetic(_name, _symbol, reflected=False))
+    setattr(_Traced, f"__r{_method}__", _arithmetic(_name, _symbol, reflected=True))
 
 
-def _of_fixed(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method that computes with the value, and makes the program require this value."""
-
-    def method(self: _Traced, *others: Any) -> Any:
-        return compute(self._is_fixed(), *map(_plain_number, others))
+def _rounding(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Traced, *digits: Any) -> Any:
+        if digits:  # `round(x, 2)`
+            return compute(self._is_fixed(), *map(_plain_number, digits))
+        return self._compute(compute(self.value), f"{name}({self.name})")
 
     return method
 
 
-def _reflected(compute: Callable[..., Any]) -> Callable[..., Any]:
-    return _of_fixed(lambda right, left: compute(left, right))
-
-
-for _name in ("and_", "or_", "xor", "lshift", "rshift"):
-    _compute = getattr(operator, _name)
-    setattr(_Traced, f"__{_name.rstrip('_')}__", _of_fixed(_compute))
-    setattr(_Traced, f"__r{_name.rstrip('_')}__", _reflected(_compute))
-_ROUNDED: dict[str, Callable[..., Any]] = {
-    "invert": operator.invert,
-    "trunc": math.trunc,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "round": round,
-}
-for _name, _compute in _ROUNDED.items():
-    setattr(_Traced, f"__{_name}__", _of_fixed(_compute))
+for _name, _compute in ROUNDING.items():
+    setattr(_Traced, f"__{_name}__", _rounding(_name, _compute))
 for _name, _symbol in _COMPARISONS.items():
     setattr(_Traced, f"__{_name}__", _comparison(_name, _symbol))
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torch_autobatch import _C
+from torch_autobatch._cell_by_data import by_data
 from torch_autobatch._cell_ops import is_pure
-from torch_autobatch._cell_passes import without_unused
+from torch_autobatch._cell_passes import may_repeat, without_unused
 from torch_autobatch._cell_program import (
     VARIABLE,
     Line,
@@ -48,10 +49,9 @@ def with_templates(
     first = [line for line in _needed(lines, asks) if line not in sizes]
     is_short = sum(other.is_call for other in lines) < _FEWEST
     has_effects = program.has_effects or any(other.writes for other in lines)
-    reads = any(other.name == "item" for other in lines)
     sets_mode = any(other.name == "_set_grad_enabled" for other in lines)
-    may_go_first = all(_may_go_first(other, sets_mode) for other in (*sizes, *first))
-    if not given or is_short or has_effects or reads or not may_go_first:
+    may_go_first = all(_may_go_first(o, program, sets_mode) for o in (*sizes, *first))
+    if not given or is_short or has_effects or program.reads_floats or not may_go_first:
         return None
     views = _WeightViews(program, lines, file, line)
     done = {*(other for other in first if not other.is_number), *asks, *views.lines}
@@ -69,6 +69,8 @@ def with_templates(
         Line("", "found is not MISMATCH"),
         *(Line(name, f"found[{i}]") for i, name in enumerate(given)),
     ]
+    if not any(_NOT_OF_KINDS.search(other.source) for other in first):
+        first = by_data(program, first, asked, constants, file, line)
     return [*sizes, *look_up, *first, *call], body
 
 
@@ -131,11 +133,15 @@ def _are_one_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_question(line: Line) -> bool:
-    return line.is_condition and (line.reads or bool(_NOT_OF_KINDS.search(line.source)))
+    if line.is_condition:
+        return line.reads or bool(_NOT_OF_KINDS.search(line.source))
+    return line.name == "item"
 
 
-def _may_go_first(line: Line, sets_mode: bool) -> bool:
-    return not line.is_call or (is_pure(line.name) and not sets_mode)
+def _may_go_first(line: Line, program: Program, sets_mode: bool) -> bool:
+    if not line.is_call or line.name == "item":
+        return True
+    return may_repeat(line, program) and not sets_mode
 
 
 def _needed(lines: Sequence[Line], asks: Iterable[Line]) -> list[Line]:

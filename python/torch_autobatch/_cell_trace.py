@@ -8,7 +8,6 @@ their lines and constants.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 import re
@@ -25,30 +24,26 @@ from torch.overrides import TorchFunctionMode
 from torch_autobatch import _C
 from torch_autobatch._cell_conditions import ask_count, ask_ones, context
 from torch_autobatch._cell_objects import (
-    DELETED,
     Changes,
-    change,
-    has_slots,
-    has_state,
     holds_tensors,
-    is_object,
-    make,
     make_closure_plain,
-    make_dict,
 )
 from torch_autobatch._cell_ops import (
     changes_shape,
     draws_elsewhere,
+    fills_by_mask,
     gives_its_argument,
     has_tensors,
     is_in_place,
     keeps_statistics,
     keeps_type,
     makes_memory,
+    mask_of_rows,
     may_write,
     name_of,
     puts_by_index,
     reads_values,
+    rows_of,
     selects_by_values,
     tensors_among,
 )
@@ -62,8 +57,9 @@ from torch_autobatch._cell_program import (
     quoted,
     structure_of,
 )
+from torch_autobatch._cell_returned import ReturnedValue
 from torch_autobatch._cell_shapes import Origins, Size
-from torch_autobatch._cell_sizes import TracedShape, is_traced, plain, source_of, traced
+from torch_autobatch._cell_sizes import TracedShape, converted, is_traced, plain, source_of, traced
 
 _LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 _LITERALS = (int, bool)
@@ -122,13 +118,12 @@ class Trace(TorchFunctionMode):
         self._grad = torch.is_grad_enabled()
         self._context = context()
         self.has_effects = False
+        self.reads_floats = False
         self._may_be_copies = False  # whether it depends on sizes which tensors share memory
         self.inputs = [f"x{i}" for i in range(len(inputs))]
         self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
         self._values = inputs
         self._changes = Changes((), ())
-        self._made: set[int] = set()  # ids of objects that the program makes
-        self._made_objects: list[Any] = []
         for name, value in zip(self.inputs, inputs, strict=True):
             if isinstance(value, Tensor):
                 self._bind(value, name, is_own=False)
@@ -148,6 +143,7 @@ class Trace(TorchFunctionMode):
     def refuse(self, why: str) -> None:
         """Ends the trace without a program."""
         self.why = self.why or Reason(why, _place())
+        _C.trace_conversions(None)
         self.make_plain()
 
     # --- Recorder ---
@@ -172,6 +168,19 @@ class Trace(TorchFunctionMode):
 
     # --- Calls ---
 
+    def __enter__(self) -> Trace:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        _C.trace_conversions(self._convert)
+        return self
+
+    def _convert(self, kind: type, value: Any) -> Any:
+        """Called instead of ``int(value)`` and ``float(value)``."""
+        if not self._recording or self.why:
+            return NotImplemented
+        if isinstance(value, Tensor) and value.dtype is not torch.bool and _C.is_known(value):
+            value = value.item()
+        return converted(kind, value) if is_traced(value) else NotImplemented
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -189,9 +198,9 @@ class Trace(TorchFunctionMode):
                 reads_values(name)
             )  # the read may switch to other fibers, which use the same objects
         result = func(*plain(tuple(args)), **plain(kwargs))
-        if name == "__getitem__" and isinstance(args[1], int) and not isinstance(args[1], bool):
-            func, name, args = Tensor.select, "select", (args[0], 0, args[1])  # `select` is faster
         try:
+            if name == "__getitem__":
+                func, name, args = self._index(func, *args)
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), _place())
@@ -240,6 +249,33 @@ class Trace(TorchFunctionMode):
             self._bind_items(result, target, is_fresh, self._owns_all(args))
         return result
 
+    def _index(self, func: Any, of: Tensor, index: Any) -> tuple[Any, str, tuple[Any, ...]]:
+        """Replaces indexing by a number or by a mask with a call that is captured faster."""
+        if isinstance(index, int) and not isinstance(index, bool):
+            return Tensor.select, "select", (of, 0, index)
+        found = mask_of_rows(index)
+        # For other strides, indexing returns the order of the strides, and `index_select` does not.
+        rows = self._rows(found[1]) if found is not None and of.is_contiguous() else None
+        if found is None or rows is None:
+            return func, "__getitem__", (of, index)
+        self.add_guard(f"{self._expression(of)}.is_contiguous() is True")
+        return Tensor.index_select, "index_select", (of, found[0], rows)
+
+    def _rows(self, mask: Tensor) -> Tensor | None:
+        """Returns the indices of the mask's true elements; None if this needs a pending value."""
+        if self.has_effects or not _C.is_known(mask):
+            return None
+        rows = rows_of(mask)
+        self._bind(rows, self._add_call(rows_of, "nonzero", (mask,), {}), is_own=True)
+        return rows
+
+    def _put(self, to: Tensor, index: Any, value: Tensor) -> None:
+        """Records ``to[index] = value``, for an index as for ``index_put_``."""
+        found = mask_of_rows(index)
+        rows = self._rows(found[1]) if found is not None and found[0] == 0 else None
+        indices = (rows,) if rows is not None else index if isinstance(index, tuple) else (index,)
+        self._add_call(Tensor.index_put_, "index_put_", (to, indices, value), {})
+
     def _ask_layout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds a condition on the strides: they decide whether the call makes a copy."""
         if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
@@ -258,14 +294,18 @@ class Trace(TorchFunctionMode):
         """Records a call that returns no tensor. Returns the result for the function."""
         if name == "__setitem__":
             if puts_by_index(args):
-                func, name = Tensor.index_put_, "index_put_"
-                args = (args[0], args[1] if isinstance(args[1], tuple) else (args[1],), args[2])
-            self._add_call(func, name, args, kwargs)
+                self._put(*args)
+            elif fills_by_mask(*args):
+                self._add_call(Tensor.masked_fill_, "masked_fill_", args, {})
+            else:
+                self._add_call(func, name, args, kwargs)
             return result
         if name == "_assert" and type(args[0]) is bool:  # on sizes, which is already a condition
             return result
         if name == "item" and type(result) in (int, float):
-            return traced(result, self, self._add_call(func, name, args, kwargs))
+            target = self._add_call(func, name, args, kwargs)
+            self.reads_floats = self.reads_floats or isinstance(result, float)
+            return traced(result, self, target)
         if name in _INTS or (name == "stride" and isinstance(result, int)):
             return self.add_number(result, self._call(func, name, args, kwargs))
         if name == "stride":
@@ -311,7 +351,10 @@ class Trace(TorchFunctionMode):
             return TracedShape(self._size(tensor, d) for d in range(tensor.dim()))
         dim = int(dim)
         size = tensor.shape[dim]  # raises the error that the call raises
-        found = self._origins.find(Size(self._expression(tensor), dim % tensor.dim(), size))
+        variable = self._expression(tensor)
+        if variable[0] == "k":  # a constant, whose sizes are guarded
+            return size
+        found = self._origins.find(Size(variable, dim % tensor.dim(), size))
         if isinstance(found, Size):
             number = self.add_number(size, f"{found.variable}.size({found.dim})")
             self._origins.set(found, number)
@@ -400,12 +443,13 @@ class Trace(TorchFunctionMode):
     def stop(self) -> None:
         """Ends the recording: from now on, traced numbers behave like ordinary numbers."""
         self._recording = False
+        _C.trace_conversions(None)
 
     def finish(self, result: Any) -> Program | None:
         """Returns the program, or None. `why` then gives the reason."""
         self.stop()
         try:
-            return None if self.why else self._program(self._returned(result))
+            return None if self.why else self._program(result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), "")
             return None
@@ -413,7 +457,9 @@ class Trace(TorchFunctionMode):
             self._held.clear()
             self._names.clear()
 
-    def _program(self, returned: str) -> Program:
+    def _program(self, result: Any) -> Program:
+        made = ReturnedValue(self._changes, self._expression, self._constant)
+        returned = made.source(result)
         lines, returned = optimized(self.lines, returned, self._own, self._constant)
         of_inputs = names_of_inputs(lines)
         may_go_first = [
@@ -427,70 +473,14 @@ class Trace(TorchFunctionMode):
         if may_draw_again and any(map(draws_elsewhere, self.constants.values())):
             raise UntraceableError("it draws random numbers before it reads the size of a result")
         return Program(
-            self.inputs,
-            (*first, *rest),
-            returned,
-            self.constants,
-            self.has_effects,
-            self._int_inputs,
-            self._changes.names,
-            may_draw_again,
-            [value for value in self._made_objects if not holds_tensors(value)],
+            inputs=tuple(self.inputs),
+            int_inputs=tuple(self._int_inputs),
+            containers=tuple(self._changes.names),
+            lines=(*first, *rest),
+            returned=returned,
+            constants=self.constants,
+            has_effects=self.has_effects,
+            asks_after_draws=may_draw_again,
+            reads_floats=self.reads_floats,
+            made=[value for value in made.objects if not holds_tensors(value)],
         )
-
-    def _returned(self, value: Any) -> str:
-        result = self._result(value)
-        changes = list(self._changes.sources(self._result))
-        if not changes:
-            return result
-        return f"{self._constant(change)}({', '.join([result, *changes])})"
-
-    def _result(self, value: Any) -> str:
-        known = self._changes.name_of(value)
-        if known is not None:
-            return known
-        if isinstance(value, Tensor):
-            return self._expression(value)
-        kind = type(value)
-        if is_object(value) and (has_state(value) or dataclasses.is_dataclass(value)):
-            return self._new_object(value)
-        self._note_made(value)
-        if dataclasses.is_dataclass(value) and isinstance(value, dict):  # of transformers
-            return self._dict_of_fields(value)
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
-        if kind is TracedShape or kind is torch.Size:
-            return f"{self._constant(torch.Size)}({structure_of(value, self._result)})"
-        if kind in (tuple, list, dict):
-            return structure_of(value, self._result)
-        if value is None or isinstance(value, (int, float, str)):
-            return self._expression(value)
-        if isinstance(value, (type, torch.dtype, torch.device)) or value is DELETED:
-            return self._constant(value)
-        raise UntraceableError("it returns a kind of object that a replay cannot construct")
-
-    def _dict_of_fields(self, value: Any) -> str:
-        attributes, kind = vars(value), self._constant(type(value))
-        if all(attributes.get(key) is item for key, item in value.items()):
-            made = structure_of(attributes, self._result)
-            return (
-                f"{self._constant(make_dict)}({kind}, {made}, {structure_of(tuple(value), quoted)})"
-            )
-        fields = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-        given = {name: item for name, item in fields if item is not None}
-        return f"{kind}(**{structure_of(given, self._result)})"
-
-    def _note_made(self, value: Any) -> None:
-        """Notes an object that the program makes. It may occur in the result only once."""
-        if isinstance(value, (list, dict)) or is_object(value):
-            if id(value) in self._made:
-                raise UntraceableError("its result contains the same object twice")
-            self._made.add(id(value))
-            self._made_objects.append(value)
-
-    def _new_object(self, value: Any) -> str:
-        if has_slots(value):
-            raise UntraceableError("it returns an object of a class with __slots__")
-        self._note_made(value)
-        attributes = structure_of(vars(value), self._result)
-        return f"{self._constant(make)}({self._constant(type(value))}, {attributes})"

@@ -4,8 +4,10 @@
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/scope/scope.h"
 #include "python/cells/cell_values.h"
+#include "python/cells/data_results.h"
 #include "python/cells/dynamic_arguments.h"
 #include "python/cells/guards.h"
+#include "python/cells/number_conversions.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -373,7 +375,14 @@ void add_cell_functions(PyObject* of) {
                  note_plain(*scope, name, why, place.empty() ? current_site() : place);
                }
              });
+  py::class_<DataResults>(module, "DataResults")
+      .def(py::init<>())
+      .def("find", &DataResults::find)
+      .def("add", &DataResults::add);
   module.def("raise_different_cell", &raise_different);
+  module.def("trace_conversions", [](const py::object& convert) {
+    trace_conversions(convert.is_none() ? nullptr : convert.ptr());
+  });
 }
 
 void add_cell_type(PyObject* module) {

@@ -136,6 +136,12 @@ def instances(width: int) -> Callable[[], list[Tensor]]:
     return lambda: ab.map(lambda x: layer(x), xs)  # a Python function has a frame
 
 
+def conversions(width: int) -> Callable[[], list[Tensor]]:
+    layer, starts = linear(width), [torch.tensor([0, n % 3]) for n in range(4)]
+    called = ab.cell(lambda x, start: layer(x)[int(start.max()) :].sum(0), dynamic=True)
+    return lambda: [called(rand(3 + n, width), start) for n, start in enumerate(starts)]
+
+
 # The meaning of each switch, and whether it exists on this machine.
 PROGRAMS: dict[str, tuple[Program, bool]] = {
     "common_subexpressions": (weights, True),
@@ -152,6 +158,7 @@ PROGRAMS: dict[str, tuple[Program, bool]] = {
     "number_tensors": (numbers, True),
     "tensor_objects": (dropped, IS_311),
     "frame_memory": (instances, True),
+    "number_conversions": (conversions, True),
 }
 
 

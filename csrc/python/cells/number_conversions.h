@@ -1,0 +1,18 @@
+// Calls of `int` and `float` in the trace of a dynamic cell. `int(x)` must return an instance of
+// `int`, so `__int__` can't return a traced number (_cell_sizes.py). While a trace runs, the slots
+// of both types that make numbers are replaced, and calls with one argument ask the trace first.
+#pragma once
+
+#include "autobatch/common/switches.h"
+
+#include <Python.h>
+
+namespace autobatch {
+
+extern Switch number_conversions_switch;
+
+// Sets the function `convert(type, value)` of the thread's trace; null: no trace runs. `convert`
+// returns NotImplemented if the type itself should convert the value. Needs the GIL.
+void trace_conversions(PyObject* convert);
+
+}  // namespace autobatch

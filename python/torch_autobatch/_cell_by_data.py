@@ -1,0 +1,84 @@
+"""Separates the calls of a dynamic cell's program whose results decide sizes: masks, counts.
+
+If these calls read only ordinary data, they run eagerly, and their results are kept by the values
+of the data.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_autobatch import _C
+from torch_autobatch._cell_passes import objects_of_their_own
+from torch_autobatch._cell_program import (
+    VARIABLE,
+    Line,
+    Program,
+    compile_function,
+    source_of_function,
+)
+
+
+class _Results:
+    """A function of data with a store of its results. `constants`: what the function uses."""
+
+    def __init__(self, function: Callable[..., Any], constants: dict[str, Any]) -> None:
+        self._function = function
+        self._constants = constants  # kept alive, because their ids are in the key
+        self._known = _C.DataResults()
+
+    def __call__(self, *values: Any) -> Any:
+        found = self._known.find(values)
+        if found is None:  # not only data: the calls are captured like others
+            return self._function(*values)
+        if found is not False:
+            return found
+        before = _C.set_eager(True)
+        try:
+            found = self._function(*values)
+        finally:
+            _C.set_eager(before)
+        return self._known.add(values, found)
+
+
+# By source and constants: the layers of a model share their results.
+_shared: weakref.WeakValueDictionary[Any, _Results] = weakref.WeakValueDictionary()
+
+
+def by_data(
+    program: Program,
+    lines: Sequence[Line],
+    asked: set[str],
+    constants: dict[str, Any],
+    file: str,
+    line: int,
+) -> list[Line]:
+    """Returns lines that look up the results of `lines`, or `lines` if this is not possible.
+
+    `asked`: the variables that other lines read. Adds the function to `constants`.
+    """
+    targets = {other.target for other in lines}
+    own = objects_of_their_own(program.lines, program.returned)
+    if targets & own or not any(other.is_call for other in lines):
+        return list(lines)
+    given = [other.target for other in lines if not other.is_number and other.target in asked]
+    read = {name for other in lines for name in other.variables()} - targets
+    inputs = sorted(read, key=lambda name: (name[0], int(name[1:])))
+    source = source_of_function(inputs, lines, f"({''.join(f'{name}, ' for name in given)})")
+    used = {name: constants[name] for name in VARIABLE.findall(source) if name in constants}
+    if any(isinstance(value, Tensor) for value in used.values()):
+        return list(lines)
+    key = (source, *map(id, used.values()))
+    results = _shared.get(key)
+    if results is None:
+        results = _shared[key] = _Results(compile_function(source, used, file, line), used)
+    constants["of_data"] = results
+    return [
+        Line("data", f"of_data({', '.join(inputs)})"),
+        Line("", "data is not MISMATCH"),
+        *(Line(name, f"data[{i}]") for i, name in enumerate(given)),
+    ]
