@@ -13,6 +13,15 @@ from torch_autobatch._cell_program import VARIABLE, Line, Program, renamed
 
 Lines = Sequence[Line]
 
+_IN_PLACE_OPTION = ", inplace=True"
+# Functions with this option whose results have the dtype and the strides of the argument.
+_ACTIVATIONS = frozenset(
+    (
+        *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "silu", "mish", "hardtanh"),
+        *("hardswish", "hardsigmoid", "threshold", "dropout", "alpha_dropout"),
+    )
+)
+
 _UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 # In-place ops whose out-of-place form returns the dtype and the sizes of the tensor written to.
@@ -85,10 +94,8 @@ def without_writes(
         line = line.renamed(names)
         to = line.writes
         if to in own and _has_counterpart(line) and _is_alone(line, found):
-            in_rows = line.name in ROW_MAJOR
-            name, keeps_type = _counterpart(line.name), line.keeps_type
-            source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
-            line = Line(line.target, source, name=name, fresh=True, selects=line.selects)
+            in_rows, keeps_type = line.name in ROW_MAJOR, line.keeps_type
+            line = _out_of_place(line, constant)
             names = {of: line.target if by == to else by for of, by in names.items()}
             names[to] = line.target
             own.add(line.target)
@@ -100,11 +107,22 @@ def without_writes(
     return found, names
 
 
+def _out_of_place(line: Line, constant: Callable[[Any], str]) -> Line:
+    if _IN_PLACE_OPTION in line.source:
+        source, name = line.source.replace(_IN_PLACE_OPTION, ""), line.name
+    else:
+        name = _counterpart(line.name)
+        source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
+    return Line(line.target, source, name=name, fresh=True, selects=line.selects)
+
+
 def _counterpart(name: str) -> str:
     return name.replace("__i", "__") if name.startswith("__i") else name.removesuffix("_")
 
 
 def _has_counterpart(line: Line) -> bool:
+    if _IN_PLACE_OPTION in line.source:
+        return line.name in _ACTIVATIONS and line.variables() == {line.writes}
     if line.keeps_type or line.name in ROW_MAJOR:
         return line.keeps_type
     if line.name in _FUNCTIONAL_OF_NUMBERS:

@@ -214,3 +214,31 @@ def test_the_report_names_the_functions_line(xs: list[Tensor]) -> None:
 def test_compile_and_dynamic_exclude_each_other() -> None:
     with pytest.raises(ValueError, match="not both"):
         ab.cell(F.relu, compile=True, dynamic=True)
+
+
+def test_activations_in_place_give_a_program_without_writes() -> None:
+    """`nn.ReLU(inplace=True)`: the result has its own memory, so out of place is the same."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        nn.ReLU(inplace=True),
+        nn.Linear(WIDTH, WIDTH),
+        nn.ELU(inplace=True),
+    ).double()
+    counted = Counted(lambda x: (layers(x), F.relu(x.exp() - 1, inplace=True)))
+    cell = ab.cell(counted, dynamic=True)
+    xs = rows()
+    for _ in range(2):
+        with ab.batch(adaptive=False) as scope:
+            found = [cell(x) for x in xs]
+    assert counted.runs == 2
+    assert not any("_" in row.op.partition("::")[2][-1:] for row in scope.report().signatures)
+    torch.testing.assert_close(found, [counted.function(x) for x in xs])
+
+
+def test_an_activation_in_place_of_a_view_changes_what_it_is_a_view_of() -> None:
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x - 1
+        return F.relu(h[:2], inplace=True).sum(), h.sum(0)
+
+    compare(function, alone(rows()) * 2)
