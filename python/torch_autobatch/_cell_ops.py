@@ -162,8 +162,11 @@ def changes_shape(name: str) -> bool:
     return any(torch.Tag.inplace_view in op.tags for op in _aten(name))
 
 
-def draws(name: str) -> bool:
+def draws(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Returns whether a call draws random numbers."""
+    if name == "scaled_dot_product_attention":
+        dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0)
+        return not (isinstance(dropout, (int, float)) and dropout == 0)
     overloads = _aten(name)
     return any(torch.Tag.nondeterministic_seeded in op.tags for op in overloads) or bool(
         _RANDOM.fullmatch(name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_autobatch._cell_ops import ROW_MAJOR, draws, is_pure
+from torch_autobatch._cell_ops import ROW_MAJOR, is_pure
 from torch_autobatch._cell_program import VARIABLE, Line, Program, renamed
 
 Lines = Sequence[Line]
@@ -113,7 +113,7 @@ def _out_of_place(line: Line, constant: Callable[[Any], str]) -> Line:
     else:
         name = _counterpart(line.name)
         source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
-    return Line(line.target, source, name=name, fresh=True, selects=line.selects)
+    return Line(line.target, source, name=name, fresh=True, draws=line.draws, selects=line.selects)
 
 
 def _counterpart(name: str) -> str:
@@ -198,7 +198,7 @@ def asks_after_draws(lines: Lines) -> bool:
 
     If the condition fails, the function runs and draws again.
     """
-    first = next((i for i, line in enumerate(lines) if line.is_call and draws(line.name)), None)
+    first = next((i for i, line in enumerate(lines) if line.draws), None)
     return first is not None and any(line.is_condition for line in lines[first:])
 
 

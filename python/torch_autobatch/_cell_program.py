@@ -48,6 +48,7 @@ class Line:
     writes: str = ""  # the variable that the call writes to
     keeps_type: bool = False  # the op gives the same dtype and strides out of place
     fresh: bool = False  # a call whose result has new memory
+    draws: bool = False  # a call that draws random numbers
     selects: bool = False  # a call for which values decide the elements that it takes or writes
     reads: bool = False  # a condition on values, which must not be moved
     place: str = dataclasses.field(default="", compare=False)  # of a condition: the source line

@@ -30,6 +30,7 @@ from torch_autobatch._cell_objects import (
 )
 from torch_autobatch._cell_ops import (
     changes_shape,
+    draws,
     draws_elsewhere,
     fills_by_mask,
     gives_its_argument,
@@ -339,7 +340,8 @@ class Trace(TorchFunctionMode):
         source = self._call(func, name, args, kwargs)
         keeps = bool(writes) and keeps_type(name, args, kwargs)
         fresh, selects = makes_memory(name, args), selects_by_values(name, args)
-        self.lines.append(Line(target, source, False, name, writes, keeps, fresh, selects))
+        random = draws(name, args, kwargs)
+        self.lines.append(Line(target, source, False, name, writes, keeps, fresh, random, selects))
         if self._are_of_sizes([*args, *kwargs.values()]):
             self._of_sizes.add(target)
         else:

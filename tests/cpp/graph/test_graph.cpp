@@ -58,6 +58,13 @@ TEST_CASE("graph: weights over the same memory are one", "[graph]") {
   const Tensor w = constant({3, 3});
   const ValueId first = g.graph.weight_value_of(w.t());
   CHECK(g.graph.weight_value_of(w.t()) == first);
+  {
+    const at::NoGradGuard no_grad;
+    CHECK(g.graph.find_graph_input(w.t()) == first);
+    CHECK(g.graph.find_graph_input(w[0]) == kNone);
+    w.add_(1);
+    CHECK(g.graph.find_graph_input(w.t()) == kNone);
+  }
   CHECK(g.graph.weight_value_of(w) != first);
   CHECK(g.graph.weight_value_of(w[0]) != g.graph.weight_value_of(w[1]));
 }

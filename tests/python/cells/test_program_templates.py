@@ -98,6 +98,25 @@ def test_weights_that_change_between_blocks(bodies):
     assert uses(bodies) > 0
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_tied_weights(bodies, mode):
+    """Without autograd, each `weight.T` is another tensor over the weight's memory."""
+    embedding, linear = nn.Embedding(9, 4), nn.Linear(4, 4)
+
+    def score(ids):
+        return linear(embedding(ids)).tanh() @ embedding.weight.T, embedding.weight.T.sum()
+
+    cell = ab.cell(score, dynamic=True)
+    calls = [torch.arange(n) for n in (3, 5, 4, 3, 5, 4)]
+    for _ in range(5):
+        with mode(), ab.batch(adaptive=False):
+            found = [cell(ids) for ids in calls]
+        torch.testing.assert_close(found, [score(ids) for ids in calls])
+        with torch.no_grad():
+            embedding.weight.mul_(0.5)
+    assert uses(bodies) >= 20
+
+
 def test_a_weight_that_is_frozen_gets_no_gradient(bodies):
     torch.manual_seed(0)
     cell = ab.cell(Mixer(), dynamic=True)

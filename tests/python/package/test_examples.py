@@ -12,6 +12,7 @@ from pathlib import Path
 import data
 import deep_sets
 import demo
+import generate
 import graph_classifier
 import neural_modules
 import pytest
@@ -322,6 +323,12 @@ def test_graphs_of_any_size_take_the_batches_of_one() -> None:
     with ab.batch() as one:
         results.append(model(graphs[0]))
     assert many.report().batches == one.report().batches
+
+
+@pytest.mark.usefixtures("own_threads")
+def test_generation_continues_lines_as_a_loop_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate.main(["--steps=8", "--width=32", "--prompts=8", "--most=9", "--rounds=1"]) == 0
+    assert capsys.readouterr().out.count("8 lines as in the loop") == 3
 
 
 @pytest.mark.usefixtures("own_threads")
