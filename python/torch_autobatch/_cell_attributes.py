@@ -61,16 +61,22 @@ class Attributes:
                 del table[name]
             table.update(before)
 
-    def make_plain(self) -> None:
-        """Converts traced numbers that the call has stored in attributes to ordinary numbers."""
+    def make_plain(self) -> bool:
+        """Converts traced numbers that the call has stored in attributes to ordinary numbers.
+
+        Returns whether an attribute is such a number.
+        """
+        has_stored = False
         for table, _ in self._tables:
             for name, value in table.items():
+                has_stored = has_stored or is_traced(value) or type(value) is TracedShape
                 if is_traced(value) or type(value) in (tuple, TracedShape):
                     table[name] = plain(value)
                 elif type(value) is list:
                     value[:] = (plain(item) for item in value)
                 elif type(value) is dict:
                     value.update({key: plain(item) for key, item in value.items()})
+        return has_stored
 
 
 def _named_by(function: Any) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -10,8 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from torch_autobatch import _C
 from torch_autobatch._cell_passes import objects_of_their_own
 from torch_autobatch._cell_program import (
@@ -19,6 +17,7 @@ from torch_autobatch._cell_program import (
     Line,
     Program,
     compile_function,
+    is_fixed,
     source_of_function,
 )
 
@@ -70,7 +69,7 @@ def by_data(
     inputs = sorted(read, key=lambda name: (name[0], int(name[1:])))
     source = source_of_function(inputs, lines, f"({''.join(f'{name}, ' for name in given)})")
     used = {name: constants[name] for name in VARIABLE.findall(source) if name in constants}
-    if any(isinstance(value, Tensor) for value in used.values()):
+    if not all(map(is_fixed, used.values())):
         return list(lines)
     key = (source, *map(id, used.values()))
     results = _shared.get(key)

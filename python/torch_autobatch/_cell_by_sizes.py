@@ -20,6 +20,7 @@ from torch_autobatch._cell_program import (
     Line,
     Program,
     compile_function,
+    is_fixed,
     source_of_function,
 )
 from torch_autobatch._cell_templates import with_templates
@@ -104,13 +105,13 @@ def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
     """Returns the lines that depend only on sizes of inputs, and the variables of these sizes."""
     own = objects_of_their_own(program.lines, program.returned)
     fixed = {name for name in own if name[0] != "k"}  # without constants (dtypes, devices)
-    tensors = {name for name, value in program.constants.items() if isinstance(value, Tensor)}
+    changing = {name for name, value in program.constants.items() if not is_fixed(value)}
     numbers = _numbers_of_inputs(program)
     known = set(numbers)
     sizes: set[str] = set()
     found: list[Line] = []
     for line in program.lines:
-        follows = line.variables() <= known and not line.arguments() & (tensors | fixed)
+        follows = line.variables() <= known and not line.arguments() & (changing | fixed)
         is_of_numbers = line.variables() <= set(numbers)
         if line.is_number or (line.is_condition and is_of_numbers) or not follows:
             continue

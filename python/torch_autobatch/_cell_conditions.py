@@ -33,7 +33,8 @@ def ask_count(
         return bool(size_of(args[0], dim) == count)
     if name not in ("chunk", "split"):
         return False
-    given = args[1] if len(args) > 1 else next(iter(kwargs.values()))
+    named = [value for key, value in kwargs.items() if key not in ("dim", "input")]
+    given = args[1] if len(args) > 1 else named[0]
     if isinstance(given, (tuple, list)):  # sizes, one for each result
         return True
     size = size_of(args[0], args[2] if len(args) > 2 else kwargs.get("dim", 0))

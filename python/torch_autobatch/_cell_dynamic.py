@@ -118,6 +118,7 @@ class _Traced:
     program: Program | None
     why: Reason | None  # why there is no program
     attributes: Attributes
+    has_stored: bool = False  # whether it has stored a size in an attribute of a module
 
 
 class DynamicCell:
@@ -225,6 +226,7 @@ class DynamicCell:
             call = self._record(calls, arguments, args, kwargs, numbers)
         finally:
             is_kept = replace_kept(numbers)
+        is_kept = is_kept or call.has_stored
         if is_kept:
             calls.groups.clear()  # their programs do not contain the stored sizes
         if is_kept and call.program is not None:
@@ -266,7 +268,7 @@ class DynamicCell:
             failure = type(error)
         finally:
             trace.stop()
-            attributes.make_plain()
+            has_stored = attributes.make_plain()
         if failure is not None:  # the function runs again
             trace.undo_changes()
             others.undo()
@@ -292,7 +294,9 @@ class DynamicCell:
         may_refuse = not calls.has_refused_hashes and not arguments.containers
         if trace.has_hashed and not trace.has_effects and may_refuse:
             calls.hashes, calls.has_refused_hashes = False, True
-        return _Traced(plain_item(result), program if why is None else None, why, attributes)
+        return _Traced(
+            plain_item(result), program if why is None else None, why, attributes, has_stored
+        )
 
     def _check(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -90,10 +90,13 @@ def without_writes(
     """
     names: dict[str, str] = {}
     found: list[Line] = []
+    is_in_no_grad = False
     for line in lines:
         line = line.renamed(names)
-        to = line.writes
-        if to in own and _has_counterpart(line) and _is_alone(line, found):
+        if line.name == "_set_grad_enabled":
+            is_in_no_grad = "False" in line.source
+        to = line.writes  # without autograd, a write keeps the gradient history of the tensor
+        if to in own and not is_in_no_grad and _has_counterpart(line) and _is_alone(line, found):
             in_rows, keeps_type = line.name in ROW_MAJOR, line.keeps_type
             line = _out_of_place(line, constant)
             names = {of: line.target if by == to else by for of, by in names.items()}

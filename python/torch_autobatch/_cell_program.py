@@ -19,6 +19,12 @@ MISMATCH = object()  # returned by a program if one of its conditions does not h
 VARIABLE = re.compile(r"\b[xrsk]\d+\b")
 _COMPARED = (float, complex, bytes, torch.device)  # types of constants that are compared by value
 
+# Types of constants that can't change.
+_FIXED = (
+    *(int, float, complex, str, bytes, torch.Size),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
 
 class UntraceableError(Exception):
     """The function does something that a program can't repeat. The message describes it."""
@@ -96,6 +102,11 @@ def are_the_same(ours: Any, theirs: Any) -> bool:
     if ours is theirs:
         return True
     return type(ours) is type(theirs) and type(ours) in _COMPARED and ours == theirs
+
+
+def is_fixed(value: Any) -> bool:
+    """Returns whether the content of a constant can't change: not of a tensor or an array."""
+    return callable(value) or isinstance(value, _FIXED)
 
 
 def _shortened(text: str) -> str:

@@ -41,6 +41,7 @@ class Recorder(Protocol):
     def add_number(self, value: float, source: str) -> Any: ...
     def add_guard(self, condition: str) -> None: ...
     def note(self, number: Any) -> None: ...
+    def note_error(self, error: Exception) -> None: ...
 
 
 class _Node:
@@ -108,6 +109,15 @@ class _Traced:
         if self.recorder.is_recording():
             self.recorder.add_guard(source if value else f"not ({source})")
         return value
+
+    def _evaluate(self, compute: Callable[..., Any], *values: Any) -> Any:
+        """Computes a number. An error refuses the program, because it depends on the values."""
+        try:
+            return compute(*values)
+        except Exception as error:
+            if self.recorder.is_recording():
+                self.recorder.note_error(error)
+            raise
 
     def _compute(self, value: float, source: str) -> Any:
         return self.recorder.add_number(value, source) if self.recorder.is_recording() else value
@@ -198,7 +208,7 @@ def converted(kind: type, number: Any) -> Any:
     """Returns ``int(number)`` or ``float(number)`` of a traced number as a traced number."""
     if isinstance(number, kind):
         return number
-    return number._compute(kind(number.value), f"{kind.__name__}({number.name})")
+    return number._compute(number._evaluate(kind, number.value), f"{kind.__name__}({number.name})")
 
 
 def source_of(value: Any) -> str:
@@ -226,7 +236,7 @@ def _arithmetic(name: str, symbol: str, reflected: bool) -> Callable[[_Traced, A
         if not _is_number(other):
             return NotImplemented
         left, right = (other, self) if reflected else (self, other)
-        value = compute(_plain_number(left), _plain_number(right))
+        value = self._evaluate(compute, _plain_number(left), _plain_number(right))
         return self._compute(value, f"{source_of(left)} {symbol} {source_of(right)}")
 
     return method
@@ -256,7 +266,7 @@ def _rounding(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Traced, *digits: Any) -> Any:
         if digits:  # `round(x, 2)`
             return compute(self._is_fixed(), *map(_plain_number, digits))
-        return self._compute(compute(self.value), f"{name}({self.name})")
+        return self._compute(self._evaluate(compute, self.value), f"{name}({self.name})")
 
     return method
 

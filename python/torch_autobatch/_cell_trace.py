@@ -164,6 +164,10 @@ class Trace(TorchFunctionMode):
     def note(self, number: Any) -> None:
         self._numbers.append(weakref.ref(number))
 
+    def note_error(self, error: Exception) -> None:
+        """Refuses the program: the function may catch an error that other calls don't raise."""
+        self.why = self.why or Reason(f"it catches {type(error).__name__}", _place())
+
     def add_guard(self, condition: str) -> None:
         self.lines.append(Line("", condition, place=_place()))
 
@@ -193,19 +197,23 @@ class Trace(TorchFunctionMode):
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
-        # Checked before the read: a program that reads a pending value would split batches.
+        # Before the read: it may switch to other fibers, and a program with it would split batches.
         if name in _READS and not all(map(_C.is_known, tensors_among(args))):
-            self.refuse(
-                reads_values(name)
-            )  # the read may switch to other fibers, which use the same objects
-        result = func(*plain(tuple(args)), **plain(kwargs))
+            self.refuse(reads_values(name))
+        try:
+            result = func(*plain(tuple(args)), **plain(kwargs))
+        except Exception as error:
+            self.note_error(error)
+            raise
         try:
             if name == "__getitem__":
                 func, name, args = self._index(func, *args)
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), _place())
-            return result
+        except (IndexError, TypeError, AttributeError):  # arguments by keyword, for example
+            self.why = Reason(f"it calls {name} in a way that is not traced", _place())
+        return result
 
     def _record(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -260,6 +268,7 @@ class Trace(TorchFunctionMode):
         if found is None or rows is None:
             return func, "__getitem__", (of, index)
         self.add_guard(f"{self._expression(of)}.is_contiguous() is True")
+        bool(self._size(found[1], 0) == self._size(of, found[0]))  # a condition of the program
         return Tensor.index_select, "index_select", (of, found[0], rows)
 
     def _rows(self, mask: Tensor) -> Tensor | None:
@@ -270,10 +279,19 @@ class Trace(TorchFunctionMode):
         self._bind(rows, self._add_call(rows_of, "nonzero", (mask,), {}), is_own=True)
         return rows
 
-    def _put(self, to: Tensor, index: Any, value: Tensor) -> None:
-        """Records ``to[index] = value``, for an index as for ``index_put_``."""
+    def _put(self, to: Tensor, index: Any, value: Any) -> None:
+        """Records ``to[index] = value``."""
+        args = (to, index, value)
+        if fills_by_mask(*args):
+            bool(self._size(to) == self._size(index))
+        if not puts_by_index(args):
+            put = Tensor.masked_fill_ if fills_by_mask(*args) else Tensor.__setitem__
+            self._add_call(put, name_of(put), args, {})
+            return
         found = mask_of_rows(index)
         rows = self._rows(found[1]) if found is not None and found[0] == 0 else None
+        if found is not None and rows is not None:
+            bool(self._size(found[1], 0) == self._size(to, 0))
         indices = (rows,) if rows is not None else index if isinstance(index, tuple) else (index,)
         self._add_call(Tensor.index_put_, "index_put_", (to, indices, value), {})
 
@@ -294,13 +312,7 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         """Records a call that returns no tensor. Returns the result for the function."""
         if name == "__setitem__":
-            if puts_by_index(args):
-                self._put(*args)
-            elif fills_by_mask(*args):
-                self._add_call(Tensor.masked_fill_, "masked_fill_", args, {})
-            else:
-                self._add_call(func, name, args, kwargs)
-            return result
+            return self._put(*args)
         if name == "_assert" and type(args[0]) is bool:  # on sizes, which is already a condition
             return result
         if name == "item" and type(result) in (int, float):
@@ -316,9 +328,10 @@ class Trace(TorchFunctionMode):
             self.add_guard(f"{self._call(func, name, args, kwargs)} is {self._expression(result)}")
             return result
         if name in _VERDICTS or name in _NUMBERS:
-            relation = "is" if name in _VERDICTS else "=="
             call = self._call(func, name, args, kwargs)
-            condition = f"{call} {relation} {self._expression(result)}"
+            condition = f"{call} is {result!r}"
+            if name in _NUMBERS:  # as text, because -0.0 == 0.0
+                condition = f"repr({call}) == {repr(result)!r}"
             self.lines.append(Line("", condition, place=_place(), reads=True))
             return result
         if _OF_KINDS.fullmatch(name.removeprefix("__get__")):
@@ -408,9 +421,8 @@ class Trace(TorchFunctionMode):
     def _call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if name.startswith("__get__"):
             return f"{self._expression(args[0])}.{name.removeprefix('__get__')}"
-        words = [self._expression(arg) for arg in args]
-        words += [f"{key}={self._expression(value)}" for key, value in kwargs.items()]
-        return f"{self._constant(func)}({', '.join(words)})"
+        named = (f"{key}={self._expression(value)}" for key, value in kwargs.items())
+        return f"{self._constant(func)}({', '.join((*map(self._expression, args), *named))})"
 
     def _expression(self, value: Any) -> str:
         """Returns Python source for an argument."""

@@ -252,6 +252,11 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
     }
   }
   if (!masks) return true;
+  if (op.name.starts_with("aten::index_put")) {
+    // Eager writes one element by `masked_fill_`, which converts the dtype.
+    const Tensor& value = torch::jit::peek(*stack, 2, op.num_arguments).toTensor();
+    if (value.numel() == 1 && value.scalar_type() != self.scalar_type()) return false;
+  }
   CellTrace::break_off("the selected elements depend on tensor values", op.name);
   argument = c10::IValue(std::move(indices));
   return true;
