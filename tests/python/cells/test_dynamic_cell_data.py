@@ -90,7 +90,13 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+CONVERTING = ("a count", "a rounded size")
+NEEDS = pytest.mark.needs("number_conversions")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=NEEDS if n in CONVERTING else ()) for n in FUNCTIONS]
+)
 def test_one_program_serves_all_values(name: str) -> None:
     runs, why = compare(FUNCTIONS[name], graphs() * 2)
     assert (runs, why) == (2, "")
@@ -121,6 +127,7 @@ def test_all_graphs_are_one_batch_an_op() -> None:
     assert scope.report().batches < 24
 
 
+@NEEDS
 def test_without_the_switch_a_conversion_needs_the_same_value() -> None:
     before = uses("number_conversions")
     with without("number_conversions"):
