@@ -165,7 +165,7 @@ class Trace(TorchFunctionMode):
         self._numbers.append(weakref.ref(number))
 
     def note_error(self, error: Exception) -> None:
-        """Refuses the program: the function may catch an error that other calls don't raise."""
+        """Gives no program: the function may catch an error that other calls don't raise."""
         self.why = self.why or Reason(f"it catches {type(error).__name__}", _place())
 
     def add_guard(self, condition: str) -> None:
@@ -262,37 +262,35 @@ class Trace(TorchFunctionMode):
         """Replaces indexing by a number or by a mask with a call that is captured faster."""
         if isinstance(index, int) and not isinstance(index, bool):
             return Tensor.select, "select", (of, 0, index)
-        found = mask_of_rows(index)
         # For other strides, indexing returns the order of the strides, and `index_select` does not.
-        rows = self._rows(found[1]) if found is not None and of.is_contiguous() else None
-        if found is None or rows is None:
+        found = self._rows(of, index) if of.is_contiguous() else None
+        if found is None:
             return func, "__getitem__", (of, index)
         self.add_guard(f"{self._expression(of)}.is_contiguous() is True")
-        bool(self._size(found[1], 0) == self._size(of, found[0]))  # a condition of the program
-        return Tensor.index_select, "index_select", (of, found[0], rows)
+        return Tensor.index_select, "index_select", (of, *found)
 
-    def _rows(self, mask: Tensor) -> Tensor | None:
-        """Returns the indices of the mask's true elements; None if this needs a pending value."""
-        if self.has_effects or not _C.is_known(mask):
+    def _rows(self, of: Tensor, index: Any) -> tuple[int, Tensor] | None:
+        """Returns the dimension and the rows that an index selects by one known mask."""
+        found = mask_of_rows(index)
+        if found is None or self.has_effects or not _C.is_known(found[1]):
             return None
+        dim, mask = found
+        bool(self._size(mask, 0) == self._size(of, dim))  # a condition of the program
         rows = rows_of(mask)
         self._bind(rows, self._add_call(rows_of, "nonzero", (mask,), {}), is_own=True)
-        return rows
+        return dim, rows
 
     def _put(self, to: Tensor, index: Any, value: Any) -> None:
         """Records ``to[index] = value``."""
         args = (to, index, value)
-        if fills_by_mask(*args):
-            bool(self._size(to) == self._size(index))
         if not puts_by_index(args):
-            put = Tensor.masked_fill_ if fills_by_mask(*args) else Tensor.__setitem__
+            fills = fills_by_mask(*args) and self._size(to) == self._size(index)  # a condition
+            put: Any = Tensor.masked_fill_ if fills else Tensor.__setitem__
             self._add_call(put, name_of(put), args, {})
             return
-        found = mask_of_rows(index)
-        rows = self._rows(found[1]) if found is not None and found[0] == 0 else None
-        if found is not None and rows is not None:
-            bool(self._size(found[1], 0) == self._size(to, 0))
-        indices = (rows,) if rows is not None else index if isinstance(index, tuple) else (index,)
+        found = self._rows(to, index)  # of dimension 0
+        given = index if isinstance(index, tuple) else (index,)
+        indices = given if found is None else found[1:]
         self._add_call(Tensor.index_put_, "index_put_", (to, indices, value), {})
 
     def _ask_layout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,16 +1,10 @@
 #include "autobatch/graph/graph.h"
 
-#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/signature.h"
-#include "autobatch/graph/storage_aliases.h"
-#include "autobatch/graph/tensor_views.h"
-
-#include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
