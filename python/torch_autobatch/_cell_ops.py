@@ -30,13 +30,16 @@ _COPYING = frozenset(
     )
 )
 _ARITHMETIC_IN_PLACE = re.compile("(add|sub|mul|div)_|__i(add|sub|mul|truediv)__")
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)
 _MATMUL = ("__matmul__", "__rmatmul__")
 _RANDOM = re.compile("(?!un).*(dropout|rand|bernoulli|normal_|multinomial|poisson).*")
 # The out-of-place forms of these ops return row-major results. The in-place forms keep the strides
 # of the argument.
 ROW_MAJOR = frozenset(
-    ("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_", "masked_fill_")
+    (
+        *("scatter_", "scatter_add_", "scatter_reduce_", "index_add_", "index_copy_"),
+        *("masked_fill_", "put_rows_"),
+    )
 )
 # Ops that draw random numbers or keep statistics. Not all schemas declare this.
 _IMPURE = re.compile(
@@ -110,7 +113,7 @@ def _takes_elements(index: Any) -> bool:
     Indexing with a number makes a view.
     """
     if isinstance(index, torch.Tensor):
-        return index.dim() > 0 or index.dtype in _MASKS
+        return index.dim() > 0 or index.dtype in MASKS
     return isinstance(index, list)
 
 
@@ -185,51 +188,12 @@ def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return len(args) > 1 and bool(torch.result_type(args[0], args[1]) == args[0].dtype)
 
 
-def puts_by_index(args: Sequence[Any]) -> bool:
-    """Returns whether `args[0][args[1]] = args[2]` equals `index_put_` with one index or mask."""
-    to, index, value = args
-    index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
-    if not isinstance(index, torch.Tensor) or not isinstance(value, torch.Tensor):
-        return False
-    taken = index.dim() if index.dtype in _MASKS else 1
-    given = 1 if index.dtype in _MASKS else index.dim()
-    return bool(value.dtype == to.dtype) and value.dim() <= to.dim() - taken + given
-
-
-def fills_by_mask(to: Tensor, index: Any, value: Any) -> bool:
-    """Returns whether ``to[index] = value`` equals ``to.masked_fill_(index, value)``."""
-    if not isinstance(index, torch.Tensor) or index.dtype is not torch.bool:
-        return False
-    is_exact = isinstance(value, int) or (isinstance(value, float) and to.is_floating_point())
-    return is_exact and index.shape == to.shape
-
-
-def mask_of_rows(index: Any) -> tuple[int, Tensor] | None:
-    """Returns the dimension and the mask if an index is one mask of one dimension: `x[:, mask]`."""
-    indices = index if isinstance(index, tuple) else (index,)
-    masks = [(d, i) for d, i in enumerate(indices) if isinstance(i, torch.Tensor)]
-    if len(masks) != 1 or not all(isinstance(i, torch.Tensor) or _is_whole(i) for i in indices):
-        return None
-    is_mask = masks[0][1].dtype is torch.bool and masks[0][1].dim() == 1
-    return masks[0] if is_mask else None
-
-
-def _is_whole(index: Any) -> bool:
-    """Returns whether an index is `:`."""
-    return isinstance(index, slice) and index.start is index.stop is index.step is None
-
-
-def rows_of(mask: Tensor) -> Tensor:
-    """Returns the indices of a mask's true elements. Shape: ``[number of true elements]``."""
-    return mask.nonzero().view(-1)
-
-
 def selects_by_values(name: str, args: Sequence[Any]) -> bool:
     """Returns whether values decide which elements the call takes or writes: `x[mask]`."""
     if name not in ("__getitem__", "index_put_"):
         return name in ("masked_select", "nonzero", "argwhere", "repeat_interleave", "unique")
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return any(isinstance(i, torch.Tensor) and i.dtype in _MASKS for i in indices)
+    return any(isinstance(i, torch.Tensor) and i.dtype in MASKS for i in indices)
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_autobatch._cell_indexing import put_rows
 from torch_autobatch._cell_ops import ROW_MAJOR, is_pure
 from torch_autobatch._cell_program import VARIABLE, Line, Program, renamed
 
@@ -115,7 +116,8 @@ def _out_of_place(line: Line, constant: Callable[[Any], str]) -> Line:
         source, name = line.source.replace(_IN_PLACE_OPTION, ""), line.name
     else:
         name = _counterpart(line.name)
-        source = constant(getattr(Tensor, name)) + line.source[line.source.index("(") :]
+        op = put_rows if name == "put_rows" else getattr(Tensor, name)
+        source = constant(op) + line.source[line.source.index("(") :]
     return Line(line.target, source, name=name, fresh=True, draws=line.draws, selects=line.selects)
 
 

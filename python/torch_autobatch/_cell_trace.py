@@ -23,28 +23,21 @@ from torch.overrides import TorchFunctionMode
 
 from torch_autobatch import _C
 from torch_autobatch._cell_conditions import ask_count, ask_ones, context
-from torch_autobatch._cell_objects import (
-    Changes,
-    holds_tensors,
-    make_closure_plain,
-)
+from torch_autobatch._cell_indexing import Indexing
+from torch_autobatch._cell_objects import Changes, holds_tensors, make_closure_plain
 from torch_autobatch._cell_ops import (
     changes_shape,
     draws,
     draws_elsewhere,
-    fills_by_mask,
     gives_its_argument,
     has_tensors,
     is_in_place,
     keeps_statistics,
     keeps_type,
     makes_memory,
-    mask_of_rows,
     may_write,
     name_of,
-    puts_by_index,
     reads_values,
-    rows_of,
     selects_by_values,
     tensors_among,
 )
@@ -91,7 +84,7 @@ def _place() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Trace(TorchFunctionMode):
+class Trace(Indexing, TorchFunctionMode):
     """Records one call. `inputs`: its tensors and ints, and containers of these.
 
     `hashes`: whether sizes may be keys of a cache. The program is then valid only for these sizes.
@@ -257,41 +250,6 @@ class Trace(TorchFunctionMode):
         else:
             self._bind_items(result, target, is_fresh, self._owns_all(args))
         return result
-
-    def _index(self, func: Any, of: Tensor, index: Any) -> tuple[Any, str, tuple[Any, ...]]:
-        """Replaces indexing by a number or by a mask with a call that is captured faster."""
-        if isinstance(index, int) and not isinstance(index, bool):
-            return Tensor.select, "select", (of, 0, index)
-        # For other strides, indexing returns the order of the strides, and `index_select` does not.
-        found = self._rows(of, index) if of.is_contiguous() else None
-        if found is None:
-            return func, "__getitem__", (of, index)
-        self.add_guard(f"{self._expression(of)}.is_contiguous() is True")
-        return Tensor.index_select, "index_select", (of, *found)
-
-    def _rows(self, of: Tensor, index: Any) -> tuple[int, Tensor] | None:
-        """Returns the dimension and the rows that an index selects by one known mask."""
-        found = mask_of_rows(index)
-        if found is None or self.has_effects or not _C.is_known(found[1]):
-            return None
-        dim, mask = found
-        bool(self._size(mask, 0) == self._size(of, dim))  # a condition of the program
-        rows = rows_of(mask)
-        self._bind(rows, self._add_call(rows_of, "nonzero", (mask,), {}), is_own=True)
-        return dim, rows
-
-    def _put(self, to: Tensor, index: Any, value: Any) -> None:
-        """Records ``to[index] = value``."""
-        args = (to, index, value)
-        if not puts_by_index(args):
-            fills = fills_by_mask(*args) and self._size(to) == self._size(index)  # a condition
-            put: Any = Tensor.masked_fill_ if fills else Tensor.__setitem__
-            self._add_call(put, name_of(put), args, {})
-            return
-        found = self._rows(to, index)  # of dimension 0
-        given = index if isinstance(index, tuple) else (index,)
-        indices = given if found is None else found[1:]
-        self._add_call(Tensor.index_put_, "index_put_", (to, indices, value), {})
 
     def _ask_layout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Adds a condition on the strides: they decide whether the call makes a copy."""
