@@ -219,7 +219,7 @@ class SumFuser {
                   static_cast<uint64_t>(result.device.type()) << 8 |
                   static_cast<uint8_t>(result.device.index()));
     key.push_back(static_cast<uint64_t>(result.geometry->dim()));
-    key.push_back(static_cast<uint64_t>(result.geometry->numel));
+    if (&rule != &sum_rule()) key.push_back(static_cast<uint64_t>(result.geometry->numel));
     return joined_signature(signatures_, key, op, rule, &rule == &lookup_sum_rule() ? 1 : 0,
                             "a sum of several terms");
   }

@@ -15,7 +15,7 @@ namespace autobatch {
 // become part of the sum. Does not update `graph`. Returns the number of sums.
 size_t fuse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures);
 
-// The sum of terms of one size; the operands are the terms.
+// The sum of terms. The operands are the terms. All terms of a node have one size.
 const Rule& sum_rule();
 // The sum of rows of one matrix, without copies of the rows, like embedding_bag.
 const Rule& lookup_sum_rule();

@@ -15,7 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// A sum of any number of terms of one size. Terms are added pairwise, by recursive halving.
+// A sum of any number of terms. Each member has terms of one size. If all members have terms of the
+// same size, terms are added pairwise, by recursive halving. Otherwise they are added in order.
 class SumRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -25,22 +26,18 @@ class SumRule final : public Rule {
   void forward(Batch& batch) const override {
     Regions terms;
     Counts counts;
+    bool same_size = true;
     for (int64_t m = 0; m < batch.size(); ++m) {
       const auto operands = batch.tape().operands_of(batch.node(m));
       counts.push_back(static_cast<int64_t>(operands.size()));
       for (ValueId id : operands) terms.push_back(batch.region(m, id));
+      same_size &= terms.back().geometry->numel == terms.front().geometry->numel;
     }
-    const int64_t width = terms.front().geometry->numel;
-    Tensor out = batch.output_rows(0, width);
-    const RegionRows located(std::move(terms));
-    Tensor rows;
-    if (located.layout().consecutive) {
-      rows = consecutive_view(located);
+    if (same_size) {
+      add_rows(batch, std::move(terms), counts);
     } else {
-      rows = pooled_empty(located.layout().numel, out.options());
-      gather_into(located.all(), rows);
+      add_in_turn(batch, terms, counts);
     }
-    segment_sum(rows.view({located.count(), width}), counts, out);
   }
 
   void backward(BackwardBatch& batch) const override {
@@ -60,6 +57,43 @@ class SumRule final : public Rule {
     Tensor sum = operands[0];
     for (const Tensor& term : operands.slice(1)) sum = sum + term;
     return {sum};
+  }
+
+ private:
+  // Adds terms of one size: each term is a row.
+  static void add_rows(Batch& batch, Regions terms, const Counts& counts) {
+    const int64_t width = terms.front().geometry->numel;
+    Tensor out = batch.output_rows(0, width);
+    const RegionRows located(std::move(terms));
+    Tensor rows;
+    if (located.layout().consecutive) {
+      rows = consecutive_view(located);
+    } else {
+      rows = pooled_empty(located.layout().numel, out.options());
+      gather_into(located.all(), rows);
+    }
+    segment_sum(rows.view({located.count(), width}), counts, out);
+  }
+
+  // Adds terms whose sizes differ between members: first the second terms of all members to the
+  // first terms, then the third ones.
+  static void add_in_turn(Batch& batch, const Regions& terms, const Counts& counts) {
+    Regions from, to;
+    for (int64_t turn = 0; turn == 0 || !from.empty(); ++turn) {
+      from.clear();
+      to.clear();
+      int64_t first = 0;
+      for (int64_t m = 0; m < batch.size(); first += counts[static_cast<size_t>(m++)]) {
+        if (turn >= counts[static_cast<size_t>(m)]) continue;
+        from.push_back(terms[static_cast<size_t>(first + turn)]);
+        to.push_back(batch.result_region(m, 0));
+      }
+      if (turn == 0) {
+        copy_regions(from, to);
+      } else {
+        add_regions(from, to);
+      }
+    }
   }
 };
 

@@ -87,6 +87,20 @@ def test_sums_of_each_instance_run_together() -> None:
     assert [s.batches for s in report.signatures if s.op == "aten::add.Tensor"] == [1], report
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_sums_of_different_sizes_run_together(empty: bool) -> None:
+    def add(x: Tensor) -> Tensor:
+        rows = x.sin()
+        terms = [rows * k for k in range(1, x.size(0) % 3 + 5)]  # 4 to 6 terms
+        return chain(terms).tanh()
+
+    lengths = [3, 5, 2, 0, 7, 4] if empty else [3, 5, 2, 7, 4]
+    instances = [(rand(n, 3).requires_grad_(),) for n in lengths]
+    report = check(add, *instances)
+    sums = [row for row in report.signatures if row.op == "aten::add.Tensor"]
+    assert sum(row.launches for row in sums) == 1
+
+
 def test_what_is_held_stays_as_it_is() -> None:
     def partial_sums(x: Tensor) -> list[Tensor]:
         totals = [x[0].tanh()]
