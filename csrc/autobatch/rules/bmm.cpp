@@ -361,11 +361,13 @@ class ProductRule final : public Rule {
   }
 
   static bool uniform(const BatchView& batch) { return batch.uniform(0) && batch.uniform(1); }
-  static bool in_place(const BatchView& batch) {
+  static bool in_place(BatchView& batch) {
     const auto& a = batch.operand_value(0, 0).geometry->sizes;
     const auto& b = batch.operand_value(0, 1).geometry->sizes;
-    if (a.size() > 2 && b.size() == 2) return false;
-    return ProductsInPlace::can_run(batch) && (!uniform(batch) || is_with_vector(a, b));
+    if ((a.size() > 2 && b.size() == 2) || !ProductsInPlace::can_run(batch)) return false;
+    // Stacking would copy a right side that all members share.
+    const bool shares = batch.size() > 1 && b.size() > 2 && batch.shared(1);
+    return shares || !uniform(batch) || is_with_vector(a, b);
   }
   static bool is_with_vector(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
     const bool row = a.size() == 1 || a[a.size() - 2] == 1;

@@ -1,8 +1,10 @@
 #include "autobatch/rules/decompositions.h"
 
+#include "autobatch/common/device_traits.h"
 #include "autobatch/graph/pending_tensor.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ExpandUtils.h>
 
 #include <algorithm>
 
@@ -119,23 +121,56 @@ Tensor bilinear(Arguments arguments) {
   return is_given(arguments[3]) ? result + arguments[3].toTensor() : result;
 }
 
+// Returns the sizes before the last two.
+at::IntArrayRef leading(const Tensor& x) { return x.sizes().slice(0, x.dim() - 2); }
+
+bool broadcasts(at::IntArrayRef a, at::IntArrayRef b) {
+  for (size_t d = 1; d <= std::min(a.size(), b.size()); ++d) {
+    const int64_t left = a[a.size() - d], right = b[b.size() - d];
+    if (left != right && left != 1 && right != 1) return false;
+  }
+  return true;
+}
+
+// Whether matmul(x, y) multiplies rows of y by one matrix x, which is a weight or data. If the
+// instance computes x, or y is a weight and x is not, the rows of x are multiplied instead.
+bool has_shared_left(const Tensor& x, const Tensor& y) {
+  if (x.dim() != 2 || as_pending(x) != nullptr) return false;
+  return x.requires_grad() || !y.requires_grad() || as_pending(y) != nullptr;
+}
+
 // matmul(x, y), where an operand has more dimensions than the rules take: x [.., n, d] and a vector
-// y [d], or a matrix x [m, d] and y [.., d, n].
+// y [d], a matrix x [m, d] and y [.., d, n], or dimensions before the last two that are broadcast.
 bool covers_matmul(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
   if (x.scalar_type() != y.scalar_type() || !c10::isFloatingType(x.scalar_type())) return false;
   if (x.numel() == 0 || y.numel() == 0) return false;
   if (y.dim() == 1) return x.dim() > 2 && x.size(-1) == y.size(0);
-  return x.dim() == 2 && y.dim() > 2 && x.size(1) == y.size(-2);
+  if (x.dim() < 2 || y.dim() < 3 || x.size(-1) != y.size(-2)) return false;
+  return has_shared_left(x, y) || (leading(x) != leading(y) && broadcasts(leading(x), leading(y)) &&
+                                   has_host_memory(x.device()));
 }
 
 Tensor product(Arguments arguments) {
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
-  if (y.dim() > 1) return at::linear(y.mT(), x).mT().clone(at::MemoryFormat::Contiguous);
-  at::DimVector sizes(x.sizes());
-  sizes.pop_back();
-  return at::_unsafe_view(at::mv(x.reshape({-1, x.size(-1)}), y), sizes);
+  if (y.dim() == 1) {
+    at::DimVector sizes(x.sizes());
+    sizes.pop_back();
+    return at::_unsafe_view(at::mv(x.reshape({-1, x.size(-1)}), y), sizes);
+  }
+  if (has_shared_left(x, y)) {
+    return at::linear(y.mT(), x).mT().clone(at::MemoryFormat::Contiguous);
+  }
+  // The kernels of `matmul` read expanded matrices in place.
+  const auto sizes = at::infer_size_dimvector(leading(x), leading(y));
+  const auto expanded = [&](const Tensor& matrix) {
+    std::vector<int64_t> all(sizes.begin(), sizes.end());
+    all.push_back(matrix.size(-2));
+    all.push_back(matrix.size(-1));
+    return matrix.expand(all);
+  };
+  return at::matmul(expanded(x), expanded(y));
 }
 
 // --- ops with a tensor without dimensions ---

@@ -1,12 +1,13 @@
 // Reductions and scans over a range of dimensions, for instances of any length. An instance is
-// viewed as rows of `inner` elements (the dimensions behind the range). A segment consists of
-// consecutive rows, one for each position in the range. There is one segment for each position in
-// the dimensions in front of the range.
+// viewed as rows of `inner` elements (the dimensions behind the range, or the last one of them). A
+// segment consists of consecutive rows, one for each position in the range. There is one segment
+// for each position in the dimensions in front of the range.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/segment_softmax.h"
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/rule.h"
+#include "autobatch/rules/segment_rows.h"
 
 #include <ATen/ATen.h>
 
@@ -24,7 +25,8 @@ struct Segments {
   Counts counts;     // rows, by segment
   Counts instances;  // segments, by instance
   int64_t inner = 1;
-  bool equal = true;  // whether all segments have one length
+  bool equal = true;   // whether all segments have one length
+  bool moved = false;  // whether the rows are in the order of rows_by_segment()
 
   int64_t size() const { return static_cast<int64_t>(counts.size()); }
   // Views rows as [segments, length, inner]. Needs `equal`.
@@ -303,22 +305,6 @@ const SegmentOp kOps[] = {
 
 // --- the rule ---
 
-// The range of dimensions that a call reduces or scans.
-struct Range {
-  int64_t first = 0, last = 0;  // first to last - 1
-
-  int64_t outer(const Geometry& g) const { return product(g, 0, first); }
-  int64_t length(const Geometry& g) const { return product(g, first, last); }
-  int64_t inner(const Geometry& g) const { return product(g, last, g.dim()); }
-
- private:
-  static int64_t product(const Geometry& g, int64_t from, int64_t to) {
-    int64_t out = 1;
-    for (int64_t d = from; d < to; ++d) out *= g.sizes[d];
-    return out;
-  }
-};
-
 class SegmentRule final : public Rule {
  public:
   explicit SegmentRule(const SegmentOp& entry) : entry_(entry) {}
@@ -345,7 +331,7 @@ class SegmentRule final : public Rule {
     builder.key(dtype_word(x));
     builder.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(range->first) << 16 |
                 static_cast<uint64_t>(range->last));
-    builder.key(static_cast<uint64_t>(range->inner(g)));
+    builder.key(static_cast<uint64_t>(has_any_inner(*range, g) ? g.sizes.back() : range->inner(g)));
     for (size_t i = 1; i < builder.num_arguments(); ++i) {
       if (static_cast<int>(i) != entry_.dims && !builder.constant(i)) return false;
     }
@@ -359,21 +345,22 @@ class SegmentRule final : public Rule {
     for (uint32_t k = 0; k < batch.node(0).num_values; ++k) {
       outs.push_back(batch.output_rows(k, s.inner));
     }
-    entry_.forward(outs, batch.rows(0, s.inner), s, batch.signature().arguments);
+    entry_.forward(outs, rows(batch, s), s, batch.signature().arguments);
   }
 
   void backward(BackwardBatch& batch) const override {
     const Segments s = segments(batch);
     Tensor x;  // undefined if the gradient does not need it, because it may be freed
     std::vector<Tensor> results;
-    if (reads(0)) x = batch.rows(0, s.inner);
+    if (reads(0)) x = rows(batch, s);
     if (entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth) {
       for (uint32_t k = 0; k < batch.node(0).num_values; ++k) {
         results.push_back(batch.result_rows(k, s.inner));
       }
     }
-    batch.add(0, entry_.backward(batch.grad_rows(0, s.inner), x, results, s,
-                                 batch.signature().arguments));
+    const Tensor g =
+        entry_.backward(batch.grad_rows(0, s.inner), x, results, s, batch.signature().arguments);
+    batch.add(0, s.moved ? rows_by_operand(batch, range(batch), g) : g);
   }
 
  private:
@@ -456,14 +443,30 @@ class SegmentRule final : public Rule {
     if (selects) builder.result(sizes, at::kLong);
   }
 
+  // Whether instances of a batch may differ in their inner sizes (segment_rows.h).
+  bool has_any_inner(const Range& range, const Geometry& g) const {
+    return entry_.reduces && g.dim() - range.last > 1;
+  }
+
+  Range range(const BatchView& batch) const {
+    return *range_of(batch.signature().arguments, batch.operand_value(0, 0).geometry->dim());
+  }
+
+  Tensor rows(BatchView& batch, const Segments& s) const {
+    return s.moved ? rows_by_segment(batch, range(batch)) : batch.rows(0, s.inner);
+  }
+
   Segments segments(const BatchView& batch) const {
     Segments s;
+    const Range dims = range(batch);
+    const auto inner = [&](int64_t m) { return dims.inner(*batch.operand_value(m, 0).geometry); };
+    s.inner = inner(0);
+    for (int64_t m = 1; m < batch.size(); ++m) s.moved |= inner(m) != s.inner;
+    if (s.moved) s.inner = batch.operand_value(0, 0).geometry->sizes.back();
     for (int64_t m = 0; m < batch.size(); ++m) {
       const Geometry& g = *batch.operand_value(m, 0).geometry;
-      const Range range = *range_of(batch.signature().arguments, g.dim());
-      s.inner = range.inner(g);
-      s.instances.push_back(range.outer(g));
-      s.counts.insert(s.counts.end(), static_cast<size_t>(range.outer(g)), range.length(g));
+      s.instances.push_back(dims.outer(g) * (dims.inner(g) / s.inner));
+      s.counts.insert(s.counts.end(), static_cast<size_t>(s.instances.back()), dims.length(g));
     }
     s.equal =
         std::all_of(s.counts.begin(), s.counts.end(), [&](int64_t c) { return c == s.counts[0]; });

@@ -64,6 +64,25 @@ OTHERS: dict[str, Case] = {
 }
 
 
+# Reductions over a dimension in front of one whose size differs, and of a last dimension.
+REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda x: x.sum(0),
+    "sum_of_two": lambda x: x.sum((0, 1)),
+    "sum_kept": lambda x: x.sum(1, keepdim=True),
+    "mean": lambda x: x.mean(-3),
+    "amax": lambda x: x.amax(0),
+    "max_dim": lambda x: x.max(dim=0).values,
+    "std": lambda x: x.std(1),
+    "norm": lambda x: x.norm(dim=0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "prod": lambda x: x.prod(0),
+}
+for _name, _reduce in REDUCTIONS.items():
+    OTHERS[f"{_name}_over_a_leading_dimension"] = Case(
+        lambda x, reduce=_reduce: reduce(x.sin()), lambda n: rand(2, 3, n, W), empty=False
+    )
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_sizes_do_not_add_batches(name: str) -> None:
     check_lengths(OTHERS[name])

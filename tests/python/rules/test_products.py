@@ -35,6 +35,25 @@ CASES: dict[str, Case] = {
         lambda n: (rand(2, n, W), rand(W, n + 1)),
         empty=False,
     ),
+    "product_broadcast": Case(
+        lambda x, y: x.tanh() @ y.tanh(),
+        lambda n: (rand(1, n, W), rand(3, W, n + 1)),
+        empty=False,
+    ),
+    "product_broadcast_right": Case(
+        lambda x, y: x.tanh() @ y.tanh(),
+        lambda n: (rand(3, 2, n, W), rand(2, W, n + 1)),
+        empty=False,
+    ),
+    "product_stack_of_weights": Case(
+        lambda w, x: x.tanh().unsqueeze(0) @ w, parameters=[(3, W, W)], empty=False
+    ),
+    "product_matrix_and_weights": Case(
+        lambda w, x: x.tanh() @ w, parameters=[(3, W, W)], empty=False
+    ),
+    "product_bmm_of_weights": Case(
+        lambda w, x: torch.bmm(x.tanh().expand(3, -1, -1), w), parameters=[(3, W, W)], empty=False
+    ),
     "product_bmm_many": Case(
         lambda x, y: torch.bmm(x.tanh(), y.tanh()),
         lambda n: (rand(n, 2, W), rand(n, W, 3)),
