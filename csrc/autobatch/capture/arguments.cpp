@@ -70,6 +70,10 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
 }
 
 bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
+  if (info.action == Action::kView && !c10::GradMode::is_enabled()) {
+    const at::Tensor& of = arguments[0].toTensor();
+    return as_pending(of) == nullptr && of.requires_grad();
+  }
   bool reads = info.random;
   for (const c10::IValue& value : arguments) {
     for_each_tensor(value, [&](const at::Tensor&) { reads = true; });

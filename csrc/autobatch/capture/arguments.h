@@ -114,7 +114,8 @@ inline bool may_pass(const CaptureState& state) {
          (state.scope == nullptr || !state.scope->graph().has_stale());
 }
 
-// Whether the call takes no tensor and returns the same result each time, like `arange(5)`.
+// Whether the call returns the same result each time. It either takes no tensor, like `arange(5)`,
+// or makes a view of a parameter while grad mode is off.
 bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments);
 
 // Calls `visit` with each dense tensor that the call writes to.

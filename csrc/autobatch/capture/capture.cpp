@@ -151,7 +151,8 @@ class Call {
       case Action::kDefer:
         return recorded || s.weight || info_.always_defer ? Action::kDefer : Action::kAtOnce;
       case Action::kView:  // without grad mode, the view of a parameter is a leaf
-        return recorded && (captures_data || grad_mode()) ? action : Action::kAtOnce;
+        if (!captures_data && !grad_mode()) return Action::kAtOnce;
+        return recorded && !makes_constant(info_, arguments()) ? action : Action::kAtOnce;
       case Action::kDecompose:
         return recorded || info_.always_defer ? action : Action::kAtOnce;
       default:

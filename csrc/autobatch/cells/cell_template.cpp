@@ -5,6 +5,7 @@
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/thread_state.h"
+#include "autobatch/graph/view_roots.h"
 #include "autobatch/scope/scope.h"
 
 #include <algorithm>
@@ -109,6 +110,7 @@ bool CellTemplate::find_weights(Graph& graph, c10::SmallVectorImpl<ValueId>& ids
   if (!known) meet(graph, weights_);
   for (size_t w = 0; w < weights_.size(); ++w) {
     const Weight& weight = weights_[w];
+    if (weight.is_detached()) return false;
     if (known && weight.is_weight && graph.still_is(known_weights_[w], weight.tensor)) {
       ids.push_back(known_weights_[w]);
       continue;
@@ -304,14 +306,17 @@ uint32_t CellTrace::number_of(c10::TensorImpl* tensor) {
   if (as_pending(tensor) != nullptr) {
     break_off("it uses a tensor that was computed outside the cell and is not an argument", "");
   }
+  const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
+  const at::Tensor base = base_without_autograd(held);
   for (const at::Tensor& input : inputs_) {
     if (are_one_memory(input, *tensor)) break_off("it takes the `.data` of an argument", "");
+    const bool may_share = base.defined() && as_pending(input) == nullptr;
+    if (may_share && input.is_alias_of(base)) break_off("it makes a view of an argument", "");
   }
   if (tensor->layout() != c10::kStrided) break_off("it uses a tensor that is not dense", "");
   auto& weights = made_->weights_;
   found->second = CellTemplate::kFirstWeight + static_cast<uint32_t>(weights.size());
-  const at::Tensor held(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(tensor));
-  weights.push_back({held, kUnknown, false});
+  weights.push_back({.tensor = held, .identity = kUnknown, .is_weight = false, .base = base});
   return found->second;
 }
 

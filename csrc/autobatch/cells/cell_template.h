@@ -102,8 +102,14 @@ class CellTemplate {
     const Geometry* geometry = nullptr;
     bool requires_grad = false;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
+    at::Tensor base = {};  // if `tensor` is a view that the traced call made without autograd
 
     bool looks_the_same() const;
+    // Whether `tensor` is a view of memory that its base no longer has, after `base.data = ...`.
+    bool is_detached() const {
+      return base.defined() && !base.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(
+                                   tensor.unsafeGetTensorImpl()->unsafe_storage());
+    }
   };
 
   // One node that replaces some of the steps, with its operands and results.

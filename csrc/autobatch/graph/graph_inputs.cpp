@@ -4,6 +4,7 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/storage_aliases.h"
 #include "autobatch/graph/tensor_views.h"
+#include "autobatch/graph/view_roots.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -65,6 +66,12 @@ bool may_view_weight(const at::Tensor& tensor, bool requires_grad) {
   return !has_history && storage && storage.use_count() > 1 && !may_change_unseen(tensor);
 }
 
+// Whether the tensor is a view of a parameter that was made without autograd.
+bool views_parameter(const at::Tensor& tensor) {
+  const at::Tensor base = base_without_autograd(tensor);
+  return base.defined() && base.requires_grad();
+}
+
 // Returns the weight with the memory and the metadata of the tensor, else kNone. `index`: weights
 // by the address of their data.
 ValueId find_weight(const std::unordered_multimap<const void*, ValueId>& index, const Tape& tape,
@@ -97,7 +104,9 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
     tape_.graph_inputs[tape_.values[found].index].is_weight |= weight;
     return found;
   }
-  return add_graph_input(tensor, weight);
+  const ValueId id = add_graph_input(tensor, weight);
+  if (views_parameter(tensor)) weight_index_.emplace(tensor.const_data_ptr(), id);
+  return id;
 }
 
 bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {

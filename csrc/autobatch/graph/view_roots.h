@@ -3,6 +3,8 @@
 
 #include "autobatch/graph/graph.h"
 
+#include <torch/csrc/autograd/variable.h>
+
 namespace autobatch {
 
 // Whether the value was made by `unsafe_split` or a similar op, whose results are not views to
@@ -22,6 +24,17 @@ inline ValueId root_of(const Tape& tape, ValueId id) {
     if (detached && tape.values[value.parent].kind < ViewKind::kDetached) return id;
     id = value.parent;
   }
+}
+
+// Returns the base of a view that was made without autograd. Returns an undefined tensor for other
+// tensors.
+inline at::Tensor base_without_autograd(const at::Tensor& tensor) {
+  using torch::autograd::CreationMeta;
+  const auto* view = torch::autograd::impl::get_view_autograd_meta(tensor);
+  if (view == nullptr || !view->has_bw_view()) return {};
+  const CreationMeta how = view->get_creation_meta();
+  const bool found = how == CreationMeta::NO_GRAD_MODE || how == CreationMeta::INFERENCE_MODE;
+  return found ? view->get_backward_view().base_ : at::Tensor();
 }
 
 }  // namespace autobatch

@@ -312,6 +312,55 @@ def test_views_of_weights_without_gradients(bodies):
     assert uses(bodies) > 8
 
 
+COMPOSITES = {
+    "einsum": lambda x, w: torch.einsum("nk,hkm->nm", x, w),
+    "a stack of weights": lambda x, w: (x.unsqueeze(0) @ w).mean(0),
+    "a stack and one matrix": lambda x, w: (x @ w).sum(0),
+    "bilinear": lambda x, w: F.bilinear(x, x, w),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_composite_ops_make_views_of_weights(bodies, name, mode):
+    """An op that calls other ops makes its views of weights outside of the program's lines."""
+    weight = nn.Parameter(torch.randn(2, 4, 4))
+
+    def function(x, order):
+        return COMPOSITES[name](torch.tanh(x), weight).tanh() * 2 + 1
+
+    cell = ab.cell(function, dynamic=True)
+    for step in range(6):
+        xs = rows(3, 5, 3, 5)()
+        with mode(), ab.batch(adaptive=False):
+            ours = [cell(*x) for x in xs]
+        with mode():
+            torch.testing.assert_close(ours, [function(*x) for x in xs])
+        if step == 3:
+            weight.data = torch.randn(2, 4, 4)
+        with torch.no_grad():
+            weight.mul_(0.9)
+    assert uses(bodies) > 8
+
+
+def test_views_of_an_argument_are_those_of_each_call(bodies):
+    weights = [nn.Parameter(torch.randn(2, 4, 4)) for _ in range(3)]
+
+    def function(x, w):
+        return torch.einsum("nk,hkm->nm", torch.tanh(x), w).tanh() * 2 + 1
+
+    cell = ab.cell(function, dynamic=True)
+    for _ in range(4):
+        xs = [torch.randn(n, 4) for n in (3, 5, 3, 5, 3, 5)]
+        with torch.no_grad(), ab.batch(adaptive=False):
+            ours = [cell(x, weights[i % 3]) for i, x in enumerate(xs)]
+            ours += [cell(x, weights[0][:1]) for x in xs] + [cell(x, weights[0][1:]) for x in xs]
+        theirs = [function(x, weights[i % 3]) for i, x in enumerate(xs)]
+        theirs += [function(x, weights[0][:1]) for x in xs]
+        theirs += [function(x, weights[0][1:]) for x in xs]
+        torch.testing.assert_close(ours, [t.detach() for t in theirs])
+
+
 def test_positions_of_a_results_size(bodies):
     def function(x, order):
         best = x.topk(2, dim=0).indices.reshape(-1)
