@@ -1,10 +1,11 @@
-# One command from a fresh clone: `make demo`, `make test`. What it needs is put into .venv.
+# In a fresh clone, `make demo` or `make test` is the only command needed. The command installs its
+# dependencies into .venv.
 #
-#   PYTHON=...       the interpreter to make .venv with (3.11 or later); if it has torch >= 2.11, that
-#                    torch is used, else TORCH_SPEC is installed
+#   PYTHON=...       the interpreter that creates .venv (3.11 or later); if it has torch >= 2.11,
+#                    this torch is used, otherwise TORCH_SPEC is installed
 #   TORCH_SPEC=...   the torch to install (default torch==2.13.0)
-#   ARGS=...         passed on to the demo, pytest or the benchmarks
-#   CMAKE_BUILD_PARALLEL_LEVEL=...   compile jobs (default 2), and processes that run tests
+#   ARGS=...         options for the demo, pytest or the benchmarks
+#   CMAKE_BUILD_PARALLEL_LEVEL=...   number of compile jobs (default 2) and of test processes
 
 SHELL := /bin/bash
 VENV := .venv
@@ -19,7 +20,8 @@ endif
 CPP_FILES = $(shell find include csrc tests/cpp benchmarks/cpp examples -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 BOOTSTRAP := scripts/bootstrap.sh $(VENV)
 
-# Builds, and at first makes the package importable in .venv. Says nothing where nothing changed.
+# Builds the library. The first time, also installs the package into .venv in editable mode. Prints
+# nothing if nothing has changed.
 define build
 @$(PY) setup.py --quiet build_ext --inplace $(1)
 @cmp -s pyproject.toml $(VENV)/.installed || { \
@@ -31,10 +33,10 @@ endef
 
 all: build
 
-help: ## this list
+help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 18
 
-build: ## make .venv, build and install (editable)
+build: ## create .venv, build the package and install it (editable)
 	@$(BOOTSTRAP) build
 	$(call build)
 
@@ -43,7 +45,7 @@ demo: ## train a Tree-LSTM eagerly and batched, side by side; TREEBANK=file or T
 	$(call build)
 	@$(PY) examples/demo.py $(if $(TREEBANK),--treebank "$(TREEBANK)") $(if $(TAGS),--tags "$(TAGS)") $(ARGS)
 
-test: ## all tests, Python's and C++'s
+test: ## run all Python and C++ tests
 	@$(BOOTSTRAP) build test catch2
 	$(call build,--cpp-tests)
 	@status=0; \
@@ -51,10 +53,10 @@ test: ## all tests, Python's and C++'s
 	ctest --test-dir build/latest --output-on-failure || status=1; \
 	exit $$status
 
-# Tests of what the CPU alone has are left out (tests/device/left_out.py).
+# Tests of features that only the CPU has are left out (tests/device/left_out.py).
 ON_DEVICE := $(addprefix tests/python/,exact cells backward map/test_reads.py package/test_models.py)
 
-test-device: ## tests, random programs and examples on the simulated accelerator; ARGS goes to pytest
+test-device: ## run tests, random programs and examples on the simulated accelerator; ARGS: options for pytest
 	@$(BOOTSTRAP) build test catch2
 	$(call build,--cpp-tests)
 	@status=0; export OMP_NUM_THREADS=1; \
@@ -65,14 +67,14 @@ test-device: ## tests, random programs and examples on the simulated accelerator
 	$(PY) -m tests.fuzz --device sim --programs 200 --cells || status=1; \
 	exit $$status
 
-launches: ## what a training step launches on the simulated accelerator, next to hand-batched code
+launches: ## count the launches of a training step on the simulated accelerator, and of hand-batched code
 	@$(BOOTSTRAP) build test catch2
 	$(call build,--cpp-tests)
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.launches $(ARGS)
 
 SANITIZED := build/sanitize
 
-sanitize: ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer; ARGS goes to Catch2
+sanitize: ## run the C++ tests with AddressSanitizer and UndefinedBehaviorSanitizer; ARGS: options for Catch2
 	@$(BOOTSTRAP) build test catch2
 	@export PATH="$(abspath $(VENV))/bin:$$PATH"; \
 	cmake -S . -B $(SANITIZED) -G Ninja -DPython_EXECUTABLE="$(abspath $(PY))" \
@@ -81,24 +83,24 @@ sanitize: ## the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	cmake --build $(SANITIZED) -j $${CMAKE_BUILD_PARALLEL_LEVEL:-2} --target autobatch_tests && \
 	$(SANITIZED)/autobatch_tests $(ARGS)
 
-sweep: ## every op of PyTorch's database next to eager; ARGS=--write brings docs/ops.md up to date
+sweep: ## compare every op of PyTorch's database with eager; ARGS=--write updates docs/ops.md
 	@$(BOOTSTRAP) build test
 	$(call build)
 	@$(PY) scripts/op_sweep.py $(ARGS)
 
-fuzz: ## random programs, batched against eager; ARGS="--programs 10000 --seed 1"
+fuzz: ## compare random programs with eager; ARGS="--programs 10000 --seed 1"
 	@$(BOOTSTRAP) build
 	$(call build)
 	@OMP_NUM_THREADS=1 $(PY) -m tests.fuzz $(ARGS)
 
 BENCH = OMP_NUM_THREADS=1 TREEBANK="$(TREEBANK)" TAGS="$(TAGS)" $(PY) -m benchmarks
 
-bench: ## eager, hand-batched and ours on every workload, as tables; ARGS="--only tagger --minibatch 1,8,64"
+bench: ## time eager, hand-batched code and this library on every workload; ARGS="--only tagger --minibatch 1,8,64"
 	@$(BOOTSTRAP) build test
 	$(call build)
 	@$(BENCH) $(ARGS)
 
-bench-quick: ## the same with small minibatches and few rounds, then pytest-benchmark's table
+bench-quick: ## like bench, with small minibatches and few rounds; then pytest-benchmark's table
 	@$(BOOTSTRAP) build test
 	$(call build)
 	@$(BENCH) --quick $(ARGS)
@@ -108,11 +110,11 @@ DEVICE ?= cuda
 OUT ?= build/gpu
 WHEELS ?= build/wheels
 
-gpu: ## all that a machine with a GPU can tell, into OUT=build/gpu; DEVICE=cpu rehearses it
+gpu: ## run all tests and benchmarks for GPUs; results in OUT=build/gpu; DEVICE=cpu for a trial run
 	@$(BOOTSTRAP) build test
 	@$(PY) -m benchmarks.gpu --device $(DEVICE) --out "$(OUT)" $(ARGS)
 
-gpu-wheels: ## for a machine without network: the packages that make gpu installs, into WHEELS=build/wheels
+gpu-wheels: ## download the packages that make gpu installs into WHEELS=build/wheels, for a machine without network
 	@python3 -c 'import tomllib; g = tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]; \
 	  print(*g["build"], *g["test"], sep="\n")' | \
 	python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version $(or $(PYTHON_VERSION),3.12) \
@@ -122,17 +124,17 @@ gpu-wheels: ## for a machine without network: the packages that make gpu install
 	  --dest $(WHEELS) --requirement /dev/stdin
 	@ls $(WHEELS)
 
-bench-real: ## models of other people's packages; ARGS="--only transformers" or ARGS=--write
+bench-real: ## time models of other packages; ARGS="--only transformers" or ARGS=--write
 	@$(BOOTSTRAP) build test real
 	$(call build)
 	@$(PY) -m benchmarks.real --markdown build/bench-real.md $(ARGS)
 
-test-real: ## the answers of those models; ARGS goes to pytest
+test-real: ## check the results of models of other packages; ARGS: options for pytest
 	@$(BOOTSTRAP) build test real
 	$(call build)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/real $(ARGS)
 
-bench-cpp: ## C++: what capturing an op costs, and steps next to hand-batched LibTorch; ARGS="--adam --eager"
+bench-cpp: ## C++: time capturing an op, and training steps next to hand-batched LibTorch; ARGS="--adam --eager"
 	@$(BOOTSTRAP) build benchmark
 	$(call build)
 	@export PATH="$(abspath $(VENV))/bin:$$PATH"; \
@@ -144,13 +146,13 @@ bench-cpp: ## C++: what capturing an op costs, and steps next to hand-batched Li
 
 COMPAT ?= 2.11.0 2.14.0
 
-compat: ## compile against the headers of other PyTorch versions; COMPAT="2.11.0 /path/to/torch"
+compat: ## compile with the headers of other PyTorch versions; COMPAT="2.11.0 /path/to/torch"
 	@$(BOOTSTRAP) build
 	@$(PY) scripts/compat.py $(COMPAT)
 
 CUDA_ARCH ?= all-major
 
-cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a torch with CUDA
+cuda-check: ## compile the CUDA kernels; needs nvcc, but no GPU and no torch with CUDA
 	@mkdir -p build/cuda-check
 	@set -e; for file in $(wildcard csrc/autobatch/kernels/cuda/*.cu); do \
 	  nvcc -std=c++17 -arch=$(CUDA_ARCH) -Xcompiler -Wall,-Wextra -Werror all-warnings -Icsrc \
@@ -158,20 +160,20 @@ cuda-check: ## compile the CUDA kernels; needs nvcc, but neither a GPU nor a tor
 	  echo "$$file compiles with $$(nvcc --version | sed -n 's/.*release \(.*\), .*/nvcc \1/p')"; \
 	done
 
-wheel: ## a wheel in dist/, checked, and tried in a fresh environment without a compiler
+wheel: ## build and check a wheel in dist/, and try it in a new environment without a compiler
 	@$(BOOTSTRAP) build wheel
 	@$(PY) scripts/wheel.py
 
 TORCHES ?= 2.11.0 2.12.0 2.13.0 2.14.0 2.15.0
 
-wheels: ## the same for each PyTorch of TORCHES="2.11.0 2.13.0", each with an environment in build/venvs
+wheels: ## like wheel, for each PyTorch version in TORCHES="2.11.0 2.13.0", in environments in build/venvs
 	@for torch in $(TORCHES); do \
 	  $(MAKE) --no-print-directory wheel VENV=build/venvs/torch-$$torch TORCH_SPEC=torch==$$torch || exit 1; \
 	done
 
 SPHINX = $(PY) -m sphinx --fail-on-warning --keep-going --quiet
 
-docs: ## the documentation as a site, in build/docs/html; its tutorials run, and warnings are errors
+docs: ## build the documentation in build/docs/html and run its tutorials; warnings are errors
 	@$(BOOTSTRAP) build docs
 	$(call build)
 	@OMP_NUM_THREADS=1 $(SPHINX) -b html docs build/docs/html
@@ -179,7 +181,7 @@ docs: ## the documentation as a site, in build/docs/html; its tutorials run, and
 	  { echo "error: these pages fetch something from the web" >&2; exit 1; }
 	@echo "build/docs/html/index.html"
 
-docs-links: docs ## the same, then every link to the web is followed
+docs-links: docs ## like docs, and check every link to the web
 	@OMP_NUM_THREADS=1 $(SPHINX) -b linkcheck docs build/docs/linkcheck
 
 format: ## format the code
@@ -196,9 +198,9 @@ lint: ## check format, style and types
 	$(VENV)/bin/mypy
 	$(VENV)/bin/python scripts/layers.py
 
-clean: ## remove what was built
+clean: ## remove all build results
 	rm -rf build dist compile_commands.json python/*.egg-info
 	rm -rf python/torch_autobatch/{*.so,_build_info.py,include,share}
 
-distclean: clean ## and .venv
+distclean: clean ## like clean, and remove .venv
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

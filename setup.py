@@ -1,20 +1,20 @@
-"""Drives CMake, which is the only build description; the metadata is in pyproject.toml.
+"""Builds the package with CMake. The package's metadata is in pyproject.toml.
 
-Nothing here imports torch: the metadata can be read without it.
+This file does not import torch, so tools can read the metadata without torch.
 
 Environment:
   CMAKE_BUILD_PARALLEL_LEVEL   compile jobs (default 2)
   AUTOBATCH_WERROR=ON          warnings are errors
   AUTOBATCH_CAPTURE_KEY=...    the dispatch key that capture borrows: DeferredInit (the default
                                where PyTorch has it) or TESTING_ONLY_GenericMode
-  AUTOBATCH_CMAKE_ARGS         further arguments for CMake, as one would type them
-  AUTOBATCH_BUILD_DIR          where to build (default: in build/, one for each Python, torch and
-                               AUTOBATCH_CAPTURE_KEY)
+  AUTOBATCH_CMAKE_ARGS         further arguments for CMake, written as in a shell
+  AUTOBATCH_BUILD_DIR          the build directory (default: a directory in build/ for each Python,
+                               torch and AUTOBATCH_CAPTURE_KEY)
 """
 
 import sys
 
-if sys.platform != "linux":  # before what other systems lack is imported
+if sys.platform != "linux":  # checked before imports that other systems lack
     sys.exit(f"error: torch-autobatch builds on Linux only; this is {sys.platform}")
 
 import contextlib
@@ -41,13 +41,16 @@ CAPTURE_KEY = os.environ.get("AUTOBATCH_CAPTURE_KEY", "")
 
 
 def torch_dir() -> Path | None:
-    """Where the torch of this interpreter is."""
+    """Returns the directory of the interpreter's torch."""
     torch = importlib.util.find_spec("torch")
     return Path(torch.origin).parent if torch is not None and torch.origin else None
 
 
 def torch_version() -> str | None:
-    """Its full version, "2.13.0+cpu": the metadata of some builds lack the part after the plus."""
+    """Returns torch's full version, "2.13.0+cpu".
+
+    Reads version.py first, because the metadata of some builds lack the part after the plus.
+    """
     directory = torch_dir()
     if directory is None:
         return None
@@ -58,7 +61,7 @@ def torch_version() -> str | None:
 
 
 def local_version() -> str:
-    """What follows the version of the package: "+pt213cpu" says that its torch is 2.13 for CPUs."""
+    """Returns the suffix of the package's version: "+pt213cpu" for torch 2.13 built for CPUs."""
     version = torch_version()
     if version is None:
         return ""
@@ -68,14 +71,21 @@ def local_version() -> str:
 
 
 def requirements() -> list[str]:
-    """PyTorch's C++ interface differs between versions: what was built with one needs that one."""
+    """Returns the required packages.
+
+    The extension needs the version of torch that it was built with, because PyTorch's C++ interface
+    differs between versions.
+    """
     version = torch_version()
     torch = f"torch=={version.partition('+')[0]}" if version else "torch>=2.11"
     return [torch, "greenlet>=3.1"]
 
 
 def build_dir() -> Path:
-    """A directory for each Python, torch and key, so that going back to one rebuilds nothing."""
+    """Returns the build directory for this Python, torch and capture key.
+
+    Each combination has a separate directory, so switching between them needs no rebuild.
+    """
     if path := os.environ.get("AUTOBATCH_BUILD_DIR"):
         return ROOT / path
     torch = torch_dir()
@@ -94,7 +104,7 @@ def build_dir() -> Path:
 
 @contextlib.contextmanager
 def lock(directory: Path) -> Iterator[None]:
-    """Two builds in one directory would spoil each other."""
+    """Locks the directory, because two builds at the same time would damage each other's files."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -102,7 +112,7 @@ def lock(directory: Path) -> Iterator[None]:
 
 
 def cmake(*args: str | Path, quiet: bool = False) -> None:
-    # ninja of the PyPI package lies beside the interpreter, which needn't be on PATH.
+    # PyPI's ninja is installed next to the interpreter. This directory may not be on PATH.
     scripts = sysconfig.get_path("scripts")
     env = os.environ | {"PATH": os.pathsep.join([scripts, os.environ.get("PATH", "")])}
     try:
@@ -115,7 +125,7 @@ def cmake(*args: str | Path, quiet: bool = False) -> None:
 
 
 class CMakeBuild(build_ext):
-    """`build_ext` by CMake: into the source package with --inplace or -e, else into build_lib."""
+    """Runs CMake. Installs into the source package with --inplace or -e, else into build_lib."""
 
     user_options: ClassVar = [
         *build_ext.user_options,
@@ -140,7 +150,7 @@ class CMakeBuild(build_ext):
             for made_before in ("include", "share"):
                 shutil.rmtree(package / made_before, ignore_errors=True)
             install = ["--install", build, "--prefix", package, "--component", "autobatch"]
-            # Profilers of a checkout want the names of functions; a wheel goes without.
+            # A build in a checkout keeps the names of functions, for profilers. A wheel does not.
             strip = [] if self.is_in_place() else ["--strip"]
             cmake(*install, *strip, quiet=True)
         with contextlib.suppress(OSError):
@@ -164,10 +174,10 @@ class CMakeBuild(build_ext):
         cached = (build / "CMakeCache.txt").exists()
         configured = cached and stamp.exists() and stamp.read_text() == wanted
         if configured and self.cpp_tests:
-            # Catch2 may have been installed since.
+            # Catch2 may have been installed after the last configuration.
             configured = (build / "CTestTestfile.cmake").read_text().find("autobatch_tests") >= 0
         if configured:
-            return  # changes of CMakeLists.txt are seen by the build itself
+            return  # the build itself detects changes of CMakeLists.txt
         stamp.unlink(missing_ok=True)
         cmake("-S", ROOT, "-B", build, *args)
         stamp.write_text(wanted)
@@ -195,7 +205,8 @@ class CMakeBuild(build_ext):
 
 
 setup(
-    # No sources: it says that the wheel is for one platform and one Python.
+    # An extension without sources. It marks the wheel as specific to a platform and a Python
+    # version.
     ext_modules=[Extension(f"{PACKAGE}._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     install_requires=requirements(),

@@ -5,7 +5,7 @@ python -m benchmarks --quick                      a few minutes: fewer rounds, s
 python -m benchmarks --only tagger,mv-rnn --hidden 64,128 --minibatch 1,8,64
 python -m benchmarks --forward                    without backward
 python -m benchmarks --policies                   only the numbers of batches
-python -m benchmarks --memory                     peak memory, each in a process of its own
+python -m benchmarks --memory                     peak memory, each in a separate process
 python -m benchmarks --minibatch 1,4,16,64,256,1024 --eager-rounds 1 --plot speed.png
 """
 
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the measurements. Returns 1 if the results of a variant differ from eager's."""
+    """Runs the measurements. Returns 1 if the results of a variant differ from eager mode."""
     options = parse(arguments)
     torch.set_num_threads(options.threads)
     if options.keep_memory:
@@ -141,7 +141,7 @@ def measure_speed(
     """Times the variants of each workload.
 
     Returns:
-        The results, and whether the results of a variant differed from eager's.
+        The results, and whether those of a variant differ from eager mode.
     """
     results: list[Result] = []
     failed = False
@@ -178,7 +178,7 @@ def speed_tables(results: list[Result], with_peers: bool) -> str:
 def finish(
     options: argparse.Namespace, data: dict[str, Any], text: str, results: list[Result]
 ) -> int:
-    """Prints the tables, and writes the files that the options name."""
+    """Prints the tables. Writes the files that the options name."""
     print(text)
     if options.markdown:
         options.markdown.write_text(text, encoding="utf-8")

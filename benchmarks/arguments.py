@@ -1,4 +1,4 @@
-"""Arguments that several of the benchmarks' commands take."""
+"""Command-line arguments that several benchmarks share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 
 def some_of(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an argument that is a comma-separated list of some of the names."""
+    """Returns the type of an argument that is a comma-separated list of some of ``names``."""
     known = list(names)
 
     def parse(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""A bag-of-words classifier, one sentence at a time in a block, against ``embedding_bag`` by hand.
+"""Compares a bag-of-words classifier in a block with ``embedding_bag`` on hand-made batches.
 
     python benchmarks/bag_of_words.py
 
@@ -84,7 +84,7 @@ def main() -> int:
     for turn in range(options.rounds + 3):
         sentences = [sentence() for _ in range(options.minibatch)]
         results = {}
-        # Each variant comes first, second and last equally often.
+        # Each variant runs first, second and last equally often.
         order = list(variants)[turn % 3 :] + list(variants)[: turn % 3]
         for name in order:
             model.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
-"""The pytest-benchmark entry: ``pytest benchmarks``. Wall time of one step, each variant alone.
+"""Times each variant with pytest-benchmark: ``pytest benchmarks``. Gives wall times of one step.
 
 For ratios use ``python -m benchmarks``, which runs the variants in turn. The times in this table
-are taken minutes apart, so they also differ by the load of the machine.
+are measured minutes apart, so changes in the load of the machine affect them.
 """
 
 from __future__ import annotations

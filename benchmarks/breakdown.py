@@ -13,12 +13,12 @@ PREFIX = "torch_autobatch::"
 
 @dataclass
 class Breakdown:
-    """Milliseconds of one step, including the profiler's cost of some microseconds a call."""
+    """Milliseconds of one step. Includes the profiler's cost: some microseconds per call."""
 
-    schedule: float = 0.0  # order of batches and members, places of results
+    schedule: float = 0.0  # finds the order of batches and members, and the places of results
     gather: float = 0.0  # forward: gathering of operands
     calls: float = 0.0  # forward: the rest of running batches
-    materialize: float = 0.0  # creation of tensors that are held, and of autograd nodes
+    materialize: float = 0.0  # creates autograd nodes, and tensors that the program holds
     back_gather: float = 0.0  # backward: gathering of operands and gradients, scattering
     back_calls: float = 0.0  # backward: the rest of running batches
     weights: float = 0.0  # weight gradients that are computed at the end

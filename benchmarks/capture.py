@@ -1,4 +1,4 @@
-"""Times capturing an op from Python against running it, on one-element tensors.
+"""Compares the time to capture an op from Python with the time to run it, on one-element tensors.
 
 python -m benchmarks.capture
 """
@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 def calls() -> dict[str, dict[str, Call]]:
-    """Returns the timed calls by group: the ops that the goal is set for, then modules."""
+    """Returns the timed calls by group: first ops, which have a target time, and then modules."""
     x, y = torch.rand(1, 1), torch.rand(1, 1)
     w, b = nn.Parameter(torch.rand(1, 1)), nn.Parameter(torch.rand(1))
     leaf = torch.zeros(1, 1)
@@ -61,7 +61,7 @@ def calls() -> dict[str, dict[str, Call]]:
 
 
 def seconds(call: Call, before: Call, captured: bool) -> float:
-    """Returns the seconds of one call, less the cost of the loop. The graph never runs."""
+    """Returns the seconds of one call, without the cost of the loop. The graph never runs."""
     with torch.no_grad(), ab.batch(enabled=captured):
         before()
         for _ in range(50):

@@ -1,16 +1,17 @@
-"""Cells: cost of analysis (capture and schedule), for one call of a cell and by granularity.
+"""Cells: cost of capture and schedule, for one call of a cell and by granularity.
 
 python -m benchmarks.cell_costs [--rounds 9]
 
-The first table has the cost of one call of a cell, divided by the time of an eager addition of
+The first table shows the cost of one call of a cell, divided by the time of an eager addition of
 one-element tensors under no_grad. It is measured on chains of 30 calls in 64 instances, on tensors
-of 4 numbers. Inputs are embeddings, and the results that a model would keep are kept. Capture is
-the loop in the block. Schedule is the schedule of the flush at the end of the block.
+of 4 numbers. Inputs are embeddings. The results that a model would keep are kept. "Capture" is the
+time of the loop in the block. "Schedule" is the time in which the flush at the end of the block
+finds its schedule.
 
-The second table has the trade-off of Zha et al. 2019 (Just-in-Time Dynamic Batching), section 4, on
-their model, a child-sum Tree-LSTM on pairs of sentences. With a larger unit of capture there are
-fewer nodes to analyse, but fewer of them have equal structure. It is measured with the original
-trees, where few have equal structure, and with trees of four structures.
+The second table shows the trade-off of Zha et al. 2019 (Just-in-Time Dynamic Batching), section 4.
+The model is also theirs: a child-sum Tree-LSTM on pairs of sentences. With a larger unit of capture
+there are fewer nodes to analyse, but fewer nodes have equal structure. The measurement uses the
+original trees, which rarely have equal structure, and trees of four structures.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from benchmarks.workload import Sources
 from benchmarks.workloads.trees import EMBEDDING, Pair, PairSimilarity, SentencePairs
 
 # isort: split
-from child_sum_tree_lstm import ChildSumTreeLSTM  # examples/, which benchmarks.data put on the path
+from child_sum_tree_lstm import ChildSumTreeLSTM  # benchmarks.data put examples/ on the path
 
 State = tuple[Tensor, Tensor]
 Chain = Callable[[Sequence[Tensor]], list[Tensor]]
@@ -45,7 +46,7 @@ GOAL = 2.0
 
 
 class Cells(nn.Module):
-    """Several cells, and for each a function that chains calls of it: one instance."""
+    """Several cells, and for each cell a function that chains its calls (one instance)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class Cells(nn.Module):
         return o.sigmoid() * c.tanh(), c
 
     def updates(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Chains a cell with one tensor in and one out. Each result is kept."""
+        """Chains calls of a cell with one input and one output. Each result is kept."""
         x, out = xs[0], []
         for _ in xs:
             x = self.update(x)
@@ -80,7 +81,7 @@ class Cells(nn.Module):
         return out
 
     def sequence(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Chains LSTM steps, with three tensors in and two out. Each h is kept."""
+        """Chains LSTM steps, with three inputs and two outputs. Each h is kept."""
         h, c = self.start
         out = []
         for x in xs:
@@ -89,7 +90,7 @@ class Cells(nn.Module):
         return out
 
     def tree(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Chains tree nodes, with two pairs in and one out. Each h is kept."""
+        """Chains tree nodes, with two input pairs and one output pair. Each h is kept."""
         state, out = self.start, []
         for x in xs:
             state = self.node(state, (x, x))
@@ -109,8 +110,8 @@ def eager_addition(calls: int = 2000) -> float:
 def use_costs_of(model: Cells, chain: Chain) -> tuple[float, float]:
     """Returns the seconds of capture and of schedule for one call. All results are kept.
 
-    The inputs are embeddings that are captured before. The schedule's time includes them, the
-    capture's time does not.
+    The inputs are embeddings that are captured before the calls. Only the schedule's time includes
+    them.
     """
     words = [list(torch.randint(WORDS, (STEPS, 1)).unbind()) for _ in range(INSTANCES)]
 
@@ -156,7 +157,7 @@ def use_costs(rounds: int) -> str:
 
 
 MINIBATCH, HIDDEN = 64, 150
-FEW = 4  # number of tree structures, so that many sentences share one
+FEW = 4  # number of tree structures; many sentences share a structure
 Nodes = tuple[list[Tensor], tuple[tuple[int, ...], ...]]  # symbols and children of a tree
 
 
@@ -220,14 +221,14 @@ UNITS: dict[str, tuple[str, ...]] = {
 
 
 def alike(examples: Sequence[Pair], structures: int) -> list[Pair]:
-    """Returns pairs of trees with this number of structures, and with new random words."""
+    """Returns pairs of trees with only ``structures`` structures, and with new random words."""
     draw = Random(0)
     shapes = [pair.left.children for pair in examples[:structures]]
 
     def tree() -> Tree:
         children = draw.choice(shapes)
-        # Each word has a separate tensor, because the kind of a cell's call includes which
-        # arguments are the same tensor.
+        # Each word has a separate tensor. If two arguments were the same tensor, the cell's call
+        # would be of a different kind.
         ids = word_ids(draw, len(children))
         return make_tree([torch.tensor([i]) for i in ids], children, [])
 
@@ -235,7 +236,7 @@ def alike(examples: Sequence[Pair], structures: int) -> list[Pair]:
 
 
 def granularity_costs(rounds: int, structures: int | None = None) -> list[list[str]]:
-    """Returns a row of medians for each unit of capture. The units take turns on each minibatch."""
+    """Returns a row of medians for each unit of capture. All units run on each minibatch."""
     workload = SentencePairs(HIDDEN, Sources(), seed=0)
     workload.model = Grained(HIDDEN)
     if structures is not None:

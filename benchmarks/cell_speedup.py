@@ -1,12 +1,12 @@
-"""Cell speed-up of a mixture of experts: each example through one expert, one by one and batched.
+"""Measures the cell speed-up of a mixture of experts, where each example runs through one expert.
 
 python -m benchmarks.cell_speedup [--rounds 9] [--device cuda] [--json out.json]
 
-The speed-up is defined as by Suarez and Zhu (Efficient Dynamic Batching of Large Datasets with
-Infinite Structures, section 5): the time of the cells one at a time, divided by their time batched,
-forward and backward, without the code around them. Their figures are for a GPU, where a single cell
-leaves most of the machine idle. On one core of a CPU, most of the time is arithmetic and the
-reading of weights.
+The definition of the speed-up is from Suarez and Zhu (Efficient Dynamic Batching of Large Datasets
+with Infinite Structures, section 5): the time of the cells one at a time, divided by the time of
+the batched cells. Both times include forward and backward, and exclude the code around the cells.
+The paper's figures are for a GPU, where a single cell leaves most of the machine idle. On one core
+of a CPU, most of the time is arithmetic and the reading of weights.
 
 - One by one: the calls of the experts, and backward.
 - By hand: examples sorted by expert, one call for the rows of each expert, results in the original
@@ -48,7 +48,7 @@ class Expert(nn.Module):
 
 
 class Case:
-    """Examples, of shape [1, 256] each, and the expert of each."""
+    """Examples of shape [1, 256], and the expert for each example."""
 
     def __init__(
         self, experts: int, examples: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -72,7 +72,7 @@ class Case:
         return Step(forward + self.backward(joined) - start, joined, {})
 
     def backward(self, joined: Tensor) -> float:
-        """Runs backward and returns the time when it ends."""
+        """Runs backward. Returns the time at its end."""
         joined.backward(torch.ones_like(joined))
         devices.synchronize(self.device)
         return clock()
@@ -123,7 +123,7 @@ def check(case: Case) -> None:
 
 
 def measure_case(case: Case, rounds: int) -> dict[str, list[float]]:
-    """Returns the seconds by round of each variant, without and with capture."""
+    """Returns the seconds of each variant in each round, without and with capture."""
     seconds: dict[str, list[float]] = {}
     for turn in range(rounds + 2):
         for name, run in VARIANTS.items():

@@ -1,4 +1,4 @@
-"""Cells: times capturing whole functions against capturing the same functions op by op.
+"""Cells: compares capturing whole functions with capturing the same functions op by op.
 
 python -m benchmarks.cells [--only tagger,mv-rnn] [--minibatch 64] [--rounds 9] [--compile]
 """
@@ -43,7 +43,7 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Each cell is made once, as by a decorator, because a cell keeps state from earlier calls.
+# Each cell is made only once, because a cell keeps state from earlier calls.
 _made: WeakKeyDictionary[nn.Module, dict[tuple[str, bool], Any]] = WeakKeyDictionary()
 
 
@@ -92,7 +92,7 @@ def step(
 
 
 def check(variants: dict[str, Callable[..., Step]], workload: Workload, minibatch: int) -> float:
-    """Returns the largest difference of a variant's losses and gradients from eager's.
+    """Returns the largest difference between losses and gradients of a variant and of eager mode.
 
     Runs two minibatches, because a cell keeps state from earlier calls.
     """
@@ -110,7 +110,7 @@ def check(variants: dict[str, Callable[..., Step]], workload: Workload, minibatc
 def compare(
     workload: Workload, hidden: int, minibatch: int, rounds: int, compiled: bool
 ) -> list[str]:
-    """Returns one row: ratios of hand's time to ours, op by op and in cells, and our stages."""
+    """Returns one row: the ratios of hand's time to ours, op by op and in cells, and our stages."""
     methods = CELLS[workload.name]
     variants: dict[str, Callable[..., Step]] = {
         "hand": measure.hand,

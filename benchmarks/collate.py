@@ -41,14 +41,14 @@ class Level:
 class Forest:
     """A minibatch of trees by levels, the deepest first.
 
-    All children of a level are in the next deeper level, so that each state is gathered once.
+    All children of a level are in the next deeper level, so each state is gathered only once.
     """
 
     levels: list[Level]
-    order: Ids  # [nodes]: by row, the node's number in the concatenation of the trees
+    order: Ids  # [nodes]: for each row, the node's number in the concatenated trees
     leaf_order: Ids  # [leaves]: `order` without the inner nodes
     inner_order: Ids  # [inner nodes]: `order` without the leaves
-    trees: Tensor  # [nodes]: by row, the number of its tree
+    trees: Tensor  # [nodes]: for each row, the number of its tree
     size: int  # number of trees
 
 
@@ -56,7 +56,7 @@ def forest(trees: Sequence[Tree], kind: Ids | None = None) -> Forest:
     """Sorts the nodes of all trees into levels.
 
     ``kind``: a number for each node, [nodes], or None. The inner nodes of a level, and its leaves,
-    are sorted by it.
+    are sorted by this number.
     """
     sizes = np.array([len(tree.children) for tree in trees])
     offsets = np.cumsum(sizes) - sizes
@@ -104,9 +104,9 @@ def forest(trees: Sequence[Tree], kind: Ids | None = None) -> Forest:
 class Packed:
     """Sequences sorted by length and laid out step by step, as in PackedSequence."""
 
-    order: Ids  # [all steps]: by row, the index in the concatenation of the sequences
-    batch_sizes: list[int]  # [longest length]: by step, the number of sequences that have it
-    sequence: Ids  # [all steps]: by row, the number of its sequence
+    order: Ids  # [all steps]: for each row, the index in the concatenated sequences
+    batch_sizes: list[int]  # [longest length]: number of sequences that have this step
+    sequence: Ids  # [all steps]: for each row, the number of its sequence
     rank: Ids  # [sequences]: index of each sequence when sorted by length, longest first
     ends: Ids  # [sequences], sorted by length: the row of each sequence's last step
 
@@ -130,8 +130,8 @@ def run_lstm(
     """Returns the hidden states [all steps, H] of packed sequences, in the layout of the inputs.
 
     Computes the same as nn.LSTM for a PackedSequence, with the parameters of an LSTMCell. On one
-    thread it is faster than nn.LSTM, whose backward fills a tensor of the size of all steps at each
-    step.
+    thread it is faster than nn.LSTM. (At each step, the backward of nn.LSTM fills a tensor that is
+    as large as all steps.)
     """
     hidden = cell.weight_hh.shape[1]
     gates = F.linear(inputs, cell.weight_ih, cell.bias_ih + cell.bias_hh).split(batch_sizes)
@@ -142,7 +142,7 @@ def run_lstm(
         size, before = len(of_step), len(h)
         if before > size:
             h, c = h[:size], c[:size]
-        elif 0 < before < size:  # in reverse, shorter sequences begin later
+        elif 0 < before < size:  # in the reverse direction, shorter sequences begin later
             h, c = (F.pad(x, (0, 0, 0, size - before)) for x in (h, c))
         if before:
             of_step = torch.addmm(of_step, h, recurrent)

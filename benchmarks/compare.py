@@ -1,10 +1,10 @@
-"""Compares the results of ``python -m benchmarks --json`` of two source trees, as Markdown.
+"""Compares two source trees, by the results of ``python -m benchmarks --json``. Prints Markdown.
 
 python -m benchmarks.compare --base base-1.json base-2.json --ours ours-1.json ours-2.json
 
-The files come from runs on one machine that take turns: base-1, ours-1, base-2, ours-2. The minimum
-times of each tree are compared. The ratios to eager and to hand-batched code are computed within
-one run, and depend less on the machine.
+The files must come from alternating runs on one machine: base-1, ours-1, base-2, ours-2. The
+command compares the minimum times of each tree. The ratios to eager and to hand-batched code are
+computed within one run, so they depend less on the machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Makes ``benchmarks`` importable, independent of how pytest is started."""
+"""Makes ``benchmarks`` importable, however pytest is started."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Synthetic data with the sizes of the papers' data (table in docs/benchmarks.md), and files.
+"""Data from files, or synthetic data with the sizes of the papers' data (docs/benchmarks.md).
 
-An example holds ids twice: as tensors of shape [1], made once, for the per-example model, and as
-NumPy arrays for collation.
+An example contains ids in two forms: as tensors of shape [1] for the per-example model, and as
+NumPy arrays for collation. The tensors are made once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from data import read_tags, read_treebank, split_and_encode
 VOCABULARY = 5000
 CLASSES = 5  # sentiment classes
 TAGS = 9
-RARE = 5  # words that occur at most this often are read by their letters
+RARE = 5  # words that occur at most this often are read letter by letter
 
 Ids = np.ndarray
 
@@ -109,7 +109,7 @@ def binary_children(draw: Random, leaves: int) -> list[tuple[int, ...]]:
 def dependency_children(draw: Random, words: int) -> list[tuple[int, ...]]:
     """Returns the children of each node of a random tree with a word at every node.
 
-    Such trees are the output of a dependency parser.
+    Dependency parsers produce trees of this form.
     """
     parents = [draw.randrange(max(0, node - 6), node) for node in range(1, words)]
     below: list[list[int]] = [[] for _ in range(words)]
@@ -121,8 +121,8 @@ def dependency_children(draw: Random, words: int) -> list[tuple[int, ...]]:
 def sentiment_trees(path: Path | None, count: int, draw: Random) -> tuple[list[Tree], int, int]:
     """Returns binary trees, the size of the vocabulary and the number of classes.
 
-    The trees have a word at each leaf and a class at each node. They are read from ``path``, or if
-    it is None, ``count`` random trees are made.
+    The trees have a word at each leaf and a class at each node. They are read from ``path``. If it
+    is None, ``count`` random trees are made.
     """
     if path is not None:
         data = split_and_encode(read_treebank(path), seed=0)
@@ -148,14 +148,14 @@ def sentiment_trees(path: Path | None, count: int, draw: Random) -> tuple[list[T
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """Words with a tag each. ``letters`` is empty for a word with an embedding of its own."""
+    """Words and their tags. ``letters`` is empty for a word that has an embedding."""
 
     symbols: list[Tensor]
     targets: list[Tensor]
     letters: list[list[Tensor]]
     word_ids: Ids = field(repr=False)
     tag_ids: Ids = field(repr=False)
-    letter_ids: list[Ids] = field(repr=False)  # of the words that have letters
+    letter_ids: list[Ids] = field(repr=False)  # ids for the words that have letters
     spelled: Ids = field(repr=False)  # [words]: whether the word has letters
 
 
@@ -185,7 +185,7 @@ def make_sentence(
 
 
 def tagged_sentences(path: Path | None, count: int, draw: Random) -> Sentences:
-    """Returns tagged sentences from ``path``, or if it is None, ``count`` random ones.
+    """Returns tagged sentences from ``path``, or ``count`` random sentences if it is None.
 
     Rare words have letters. In random sentences they are a third of all words, as in the WikiNER
     sample.

@@ -1,8 +1,8 @@
 """Support for accelerators: moves tensors, waits for a step's end, and counts launches.
 
-A device has its name in PyTorch: ``cpu``, ``cuda``. A device that a module registers when it is
-imported is written ``name@module``. If that module has a function ``counts()``, this function gives
-the number of launches.
+Devices have the same names as in PyTorch: ``cpu``, ``cuda``. If importing a module registers the
+device, its name is written ``name@module``. If that module has a function ``counts()``, this
+function gives the number of launches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 CPU = torch.device("cpu")
-_modules: dict[str, Any] = {}  # by type of device
+_modules: dict[str, Any] = {}  # by device type
 
 
 def named(name: str) -> torch.device:
-    """Returns the device with this name, and imports its module."""
+    """Returns the device with this name. Imports its module if necessary."""
     name, _, module = name.partition("@")
     loaded = importlib.import_module(module) if module else None
     device = torch.device(name)
@@ -37,7 +37,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Returns properties of the device that measurements depend on."""
+    """Returns the device properties on which measurements depend."""
     if device.type != "cuda":
         return {"device": device.type}
     properties = torch.cuda.get_device_properties(device)
@@ -79,7 +79,7 @@ def moved(value: Any, device: torch.device) -> Any:
 def sent(plan: Any, device: torch.device) -> Any:
     """Returns a copy of a minibatch's plan on the device.
 
-    All tensors of a dtype are sent in one copy, as in expert code.
+    One copy sends all tensors of a dtype, as in code by an expert.
     """
     if device.type == "cpu":
         return plan
@@ -110,7 +110,7 @@ class Load:
     """The device load of one step. A field is None if the device has no such figure."""
 
     launches: int | None = None  # kernels, copies and fills
-    busy: float | None = None  # milliseconds in which at least one of them ran
+    busy: float | None = None  # milliseconds in which at least one kernel, copy or fill ran
     peak: int | None = None  # maximum bytes of tensors, beyond those allocated before the step
 
 
@@ -143,7 +143,7 @@ def _peak(step: Callable[[], object], device: torch.device) -> int | None:
         step()
         synchronize(device)
         return (torch.accelerator.max_memory_allocated(device) - before) or None
-    except (AttributeError, NotImplementedError, RuntimeError):  # a backend without these figures
+    except (AttributeError, NotImplementedError, RuntimeError):  # these figures are not available
         return None
 
 

@@ -1,10 +1,10 @@
-"""Gradients inside instances: times ``ab.map`` and a ``batch()`` block against the eager loop.
+"""Gradients inside instances: compares ``ab.map`` and a ``batch()`` block with the eager loop.
 
 python -m benchmarks.gradients [NAME ...]
 
-Each program is written for one instance and differentiates within it: MAML with and without
-``create_graph``, a gradient penalty, clipped gradients of each example, and ``torch.func``. The
-results, and the gradients of the outer loss, are compared with eager's before the timing.
+Each program is written for one instance, and computes gradients inside the instance: MAML with and
+without ``create_graph``, a gradient penalty, clipped gradients of each example, and ``torch.func``.
+Before the timing, the results and the gradients of the outer loss are compared with eager mode.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def gradient_penalty() -> Step:
 
 
 def examples() -> list[tuple[Tensor, Tensor]]:
-    """Returns random inputs, [1, 16] each, with targets of five classes."""
+    """Returns random inputs of shape [1, 16], with targets of five classes."""
     return [(torch.randn(1, 16), torch.tensor([i % 5])) for i in range(INSTANCES)]
 
 

@@ -3,8 +3,8 @@
 python -m benchmarks.launches                                all workloads, as a table
 python -m benchmarks.launches --only tagger,graphs --by-op   also by op
 
-The counts are the same on every machine. Counted are kernel launches, copies to the device and to
-the host, and waits of the host. The device is the simulated one of the tests (``tests/device``). It
+The counts are the same on every machine. They cover kernel launches, copies to the device and to
+the host, and waits of the host. The device is the tests' simulated device (``tests/device``). It
 splits ATen's composite ops into the same parts as CUDA. One launch here may be two or three kernels
 on CUDA, and many launches here may be one kernel on CUDA for ``_foreach`` ops.
 """
@@ -93,7 +93,7 @@ def count(run: Callable[..., Tensor], workload: Workload, minibatch: Sequence[An
 
 
 def row(name: str, found: dict[str, Counts]) -> str:
-    """Returns a row of the table: launches of each variant, then copies and waits of ours."""
+    """Returns a row of the table: launches of each variant, and our copies and waits."""
     columns = [name]
     for kind in VARIANTS:
         c = found.get(kind)
@@ -125,7 +125,7 @@ def main() -> int:
     options = parse()
     names = options.only or WORKLOADS
     made = [suite.make(WORKLOADS[name], options.hidden, Sources(None, None)) for name in names]
-    default.make_default("sim")  # for the tensors that models and `hand` make themselves
+    default.make_default("sim")  # the device of tensors that models and `hand` make
     print(
         "| workload | eager | by hand | ours | in cells | ours / by hand | in cells / by hand "
         "| to device | to host | waits |"

@@ -17,20 +17,20 @@ from benchmarks import devices
 from benchmarks.workload import Workload
 
 EAGER, HAND, OURS = "eager", "hand", "ours"
-LOOP = "loop"  # for workloads that read values: the eager loop in a block, for comparison
-TOLERANCE = 1e-3  # relative to the largest magnitude; other orders of summation differ by less
+LOOP = "loop"  # for workloads that read values: the eager loop in a block
+TOLERANCE = 1e-3  # times the largest magnitude; the order of summation has a smaller effect
 
 
 def clock() -> float:
-    """Returns CPU time of this process with one thread, since other processes do not affect it.
+    """Returns the CPU time of this process, which other processes do not affect.
 
-    Returns wall time with several threads.
+    If there are several threads, returns wall time instead.
     """
     return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
 
 def prepare(device: torch.device) -> None:
-    """Prepares measurements: one thread and CPU time on the CPU, wall time on other devices."""
+    """Prepares measurements: one thread and CPU time for the CPU, wall time for other devices."""
     if device.type == "cpu":
         torch.set_num_threads(1)
         keep_freed_memory()
@@ -40,19 +40,20 @@ def prepare(device: torch.device) -> None:
 
 @dataclass
 class Step:
-    """One step of one variant: seconds in total and by stage, and the results."""
+    """One step of one variant: its total seconds, the seconds of each stage, and the results."""
 
     seconds: float
     losses: Tensor
     gradients: dict[str, Tensor | None]
     stages: dict[str, float] = field(default_factory=dict)
     report: Any = None
-    # Gradients of a library with parameters of its own. None: read from the workload's parameters.
+    # Gradients, if a library has separate parameters. None: the gradients are read from the
+    # workload's parameters.
     own_gradients: dict[str, Tensor | None] | None = None
 
 
 class MismatchError(AssertionError):
-    """The losses or gradients of a variant differ from eager's."""
+    """The losses or gradients of a variant differ from eager mode."""
 
 
 def eager_losses(workload: Workload, minibatch: Sequence[Any]) -> list[Tensor]:
@@ -61,7 +62,7 @@ def eager_losses(workload: Workload, minibatch: Sequence[Any]) -> list[Tensor]:
 
 
 def finish(losses: Tensor, backward: bool) -> float:
-    """Runs backward of all losses if ``backward``, waits for the device, and returns the time."""
+    """Runs backward if ``backward`` is true. Waits for the device. Returns the time."""
     if backward:
         torch.autograd.backward(losses.sum())
     devices.synchronize(losses.device)
@@ -123,7 +124,7 @@ def _captured(
     scope = ab.batch(policy=policy, granularity=granularity)
     start = clock()
     with scope:
-        # The block has one result. If each loss was held, each would be a node of autograd.
+        # Only one tensor remains after the block. Each remaining tensor has an autograd node.
         stacked = torch.stack(
             ab.map(workload.loss, minibatch) if mapped else eager_losses(workload, minibatch)
         )
@@ -156,7 +157,7 @@ def run_step(
     minibatch: Sequence[Any],
     backward: bool,
 ) -> Step:
-    """Runs one step with gradients reset, and stores losses and gradients in the result."""
+    """Resets gradients, runs one step, and stores losses and gradients in the result."""
     workload.model.zero_grad(set_to_none=True)
     devices.synchronize(workload.device)
     with torch.set_grad_enabled(backward):
@@ -208,8 +209,8 @@ def check_in_double(
 ) -> float:
     """Repeats the check in double precision, with a much smaller tolerance.
 
-    In single precision, rounding may change the choice of `relu` or `max_pool`, so that gradients
-    differ by more than rounding.
+    In single precision, rounding may change which elements `relu` or `max_pool` selects. Then
+    gradients differ by more than rounding.
     """
     examples = in_double(list(minibatch))
     default = torch.get_default_dtype()
@@ -231,9 +232,9 @@ def check_variant(
     backward: bool,
     what: str,
 ) -> float:
-    """Returns the largest difference of a variant from eager's step on the minibatch.
+    """Returns the largest difference between a variant and the eager step on the minibatch.
 
-    Raises MismatchError if the difference exceeds rounding in double precision too.
+    Raises MismatchError if the difference also exceeds rounding in double precision.
     """
     step = run_step(run, workload, minibatch, backward)
     try:
@@ -245,8 +246,8 @@ def check_variant(
 def schedule_seconds(capture: Callable[[], object]) -> float:
     """Returns the seconds of the schedule of a block that runs ``capture`` and keeps its results.
 
-    Measured by PyTorch's profiler. The profiler starts after capture, which it would slow down. It
-    records no other events within a schedule.
+    PyTorch's profiler measures the time. The profiler starts after capture, because it would slow
+    capture down. It records no other events within a schedule.
     """
     profiler = profile(activities=[ProfilerActivity.CPU])
     with ab.batch():
@@ -261,9 +262,9 @@ def schedule_seconds(capture: Callable[[], object]) -> float:
 def keep_freed_memory() -> None:
     """Makes glibc's allocator keep freed memory.
 
-    By default it returns the memory of large gradients to the system after some steps, depending on
-    what lies above them on the heap. The next step then has a page fault for each page, and takes
-    half as long again.
+    By default, the allocator returns the memory of large gradients to the system after some steps.
+    When this happens depends on the rest of the heap. The next step then has a page fault for each
+    page, and takes 50 % longer.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None)
     if adjust is not None:
@@ -273,7 +274,7 @@ def keep_freed_memory() -> None:
 
 
 def timed_losses(losses: Callable[[Workload, Sequence[Any]], Tensor]) -> Callable[..., Step]:
-    """Makes a variant from a function that computes the losses with PyTorch's autograd."""
+    """Makes a variant of a function that computes the losses with PyTorch's autograd."""
 
     def run(workload: Workload, minibatch: Sequence[Any], backward: bool) -> Step:
         start = clock()

@@ -3,10 +3,10 @@
 python -m benchmarks --memory
 
 There are two figures for each variant. *Tensors*: the peak of the memory that PyTorch's CPU
-allocator has handed out since the start of the step, from the events of ``torch.profiler``. The
-memory pool of torch_autobatch reports its use to the profiler, so that its unused memory is left
-out. *Process*: the increase of the process's peak resident memory. It includes everything that is
-not a tensor (graph, autograd nodes, Python objects) and the unused memory of the pool.
+allocator has allocated since the start of the step, from the events of ``torch.profiler``. The
+memory pool of torch_autobatch reports to the profiler only memory that is in use. *Process*: the
+increase of the process's peak resident memory. It includes everything that is not a tensor (graph,
+autograd nodes, Python objects) and the unused memory of the pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.measure import VARIANTS
 from benchmarks.workload import Sources
 from benchmarks.workloads import WORKLOADS
 
-SMALL = 2  # examples of the step that loads libraries and fills caches
+SMALL = 2  # number of examples of a first step, which loads libraries and fills caches
 
 
 def tensor_peak(step: Callable[[], object]) -> int:
@@ -65,7 +65,7 @@ def measure_one(name: str, hidden: int, minibatch: int, variant: str, sources: S
     process = resident() - before
     kept = ab.empty_cache()
     workload.model.zero_grad(set_to_none=True)
-    # The same minibatch, so that the figures belong together.
+    # The same minibatch is used, so that both figures describe the same work.
     return {"tensors": tensor_peak(lambda: step(minibatch, 0)), "process": process, "kept": kept}
 
 
@@ -77,8 +77,9 @@ def in_fresh_process(
     command += [variant]
     for option, path in (("--treebank", sources.treebank), ("--tags", sources.tags)):
         command += [] if path is None else [option, str(path)]
-    # A fixed threshold. Otherwise glibc allocates ever larger tensors on its heap, where small
-    # records of the profiler lie between them, so that freed memory can't be reused.
+    # The threshold is fixed. Otherwise glibc raises it and allocates larger and larger tensors on
+    # its heap. Small records of the profiler are between these tensors, so freed memory can't be
+    # reused.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env)
     figures: dict[str, int] = json.loads(done.stdout.splitlines()[-1])

@@ -1,13 +1,13 @@
-"""Times a read against the number of other pending nodes.
+"""Measures the time of a read, depending on the number of other pending nodes.
 
 python -m benchmarks.reads                 from 10^2 to 10^6 pending nodes
 python -m benchmarks.reads --most 100000
 
-Chains of one op stay pending. Beside them, a chain of another op is read at each step. A read runs
+Chains of one op stay pending. In addition, a chain of another op is read at each step. A read runs
 two nodes, so its time should not depend on the number of pending nodes. "number" is ``item()`` with
 gradients on, "no gradient" is ``item()`` under ``no_grad``, and "tensor" is a read of a value that
 requires grad and becomes a tensor with a ``grad_fn``. The first read of a block visits all captured
-nodes, once. Its time, divided by the number of pending nodes, has a separate column.
+nodes. A separate column shows its time, divided by the number of pending nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def read_number(value: Tensor) -> None:
 
 
 def read_tensor(value: Tensor) -> None:
-    """Creates a tensor with a ``grad_fn``, as raw reads do."""
+    """Creates a tensor with a ``grad_fn``, as other reads do."""
     assert value.grad_fn is not None
 
 
@@ -41,7 +41,7 @@ def times_of_reads(pending: int, read: Callable[[Tensor], None]) -> tuple[float,
     """
     weight = nn.Parameter(torch.randn(3, 3))
     times = []
-    # The chains begin with products, because these are captured without gradients too.
+    # The chains begin with products, because products are captured even without gradients.
     with ab.batch(adaptive=False):
         chains = [weight @ weight for _ in range(CHAINS)]
         for _ in range(pending // CHAINS):
@@ -52,7 +52,7 @@ def times_of_reads(pending: int, read: Callable[[Tensor], None]) -> tuple[float,
             start = time.perf_counter()
             read(value)
             times.append(time.perf_counter() - start)
-        del chains  # so that they do not run at the end of the block
+        del chains  # the nodes must not run at the end of the block
     return median(times[1:]) * 1e6, times[0] / pending * 1e9
 
 

@@ -1,12 +1,12 @@
-"""A tagger with one nn.LSTM or nn.GRU call a sentence, against the same model batched by hand.
+"""Compares a tagger with one nn.LSTM or nn.GRU call per sentence with hand-batched code.
 
 Times a training step on sentences of 5 to 40 tokens, including collation. All variants alternate in
 one process:
 
     packed   pack_padded_sequence, the layer, and the loss over the packed rows
-    steps    a loop over time steps of the sentences sorted by length, one cell call a step
+    steps    a loop over time steps of the sentences sorted by length, one cell call per step
     scope    the layer called on each sentence, in torch_autobatch.batch()
-    eager    the same without batching
+    eager    the layer called on each sentence, without batching
 
 Prints median milliseconds of this thread's CPU time, so that other processes have little effect,
 and the ratio of each variant's time to the time of "scope" (above 1: scope is faster).
@@ -65,8 +65,8 @@ def packed_loss(model: Tagger, sentences: Sequence[Sentence]) -> Tensor:
 def lstm_steps(layer: nn.LSTM | nn.GRU, side: str, rows: Sequence[Tensor]) -> list[Tensor]:
     """Runs one direction with a cell call for each step.
 
-    ``rows``: the inputs of each step, [sequences of the step, width]. Their numbers only decrease,
-    or only increase.
+    ``rows``: the inputs of each step, [sequences of the step, width]. The number of sequences must
+    only decrease or only increase.
     """
     w_ih, w_hh = getattr(layer, f"weight_ih_l0{side}"), getattr(layer, f"weight_hh_l0{side}")
     b_ih, b_hh = getattr(layer, f"bias_ih_l0{side}"), getattr(layer, f"bias_hh_l0{side}")

@@ -1,4 +1,4 @@
-"""Measures a workload: variants in turn, stages, batches by policy. Results are plain data."""
+"""Measures a workload: its variants in turn, stages, and batches of each policy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from benchmarks.measure import EAGER, HAND, OURS, VARIANTS, Step
 from benchmarks.workload import Sources, Workload
 
 WARM_UP = 1_000_000  # first turn number of the minibatches that are not timed
-SHORT = 0.01  # seconds: a shorter step runs twice, and only the second time counts
+SHORT = 0.01  # seconds; a shorter step runs twice, and only the second run counts
 MORE_ROUNDS = 5  # factor for the rounds if all steps are short
 
 
@@ -45,14 +45,15 @@ class Result:
     backward: bool
     target: float | None
     timings: dict[str, Timing] = field(default_factory=dict)
-    # By variant: median over the rounds of its time divided by ours. Above 1: ours is faster.
+    # For each variant: the median over the rounds of its time divided by our time. Above 1: ours is
+    # faster.
     ours_against: dict[str, float] = field(default_factory=dict)
     hand_against_eager: float | None = None
-    difference: float = 0.0  # largest difference of a variant's losses or gradients from eager's
+    difference: float = 0.0  # largest difference of losses or gradients from eager mode
     skipped: dict[str, str] = field(default_factory=dict)  # peers that could not run, and why
     counts: dict[str, float] = field(default_factory=dict)  # our ops, batches, launches, ...
     rules: dict[str, int] = field(default_factory=dict)  # launches by rule
-    breakdown: Breakdown | None = None  # of one of our steps
+    breakdown: Breakdown | None = None  # stages of one of our steps
     slow_ops: list[dict[str, Any]] = field(default_factory=list)  # ops without a native rule
 
     @property
@@ -72,7 +73,7 @@ class Plan:
 
 
 def environment() -> dict[str, Any]:
-    """Returns versions and hardware that the figures depend on."""
+    """Returns the versions and hardware on which the figures depend."""
     return {
         "torch": str(torch.__version__),
         "torch_autobatch": ab.__version__,
@@ -101,7 +102,7 @@ def compare(
     plan: Plan,
     others: Mapping[str, Callable[..., Step]] | None = None,
 ) -> Result:
-    """Runs all variants in turn, with a new minibatch each round. ``others``: more variants."""
+    """Runs all variants in turn, with a new minibatch each round. ``others`` are more variants."""
     result = Result(
         workload.name,
         workload.title,
@@ -129,8 +130,9 @@ def compare(
         if turn < plan.eager_rounds or EAGER in short:
             names = [EAGER, *names]
         for name in names:
-            # In use, a step follows one of the same variant and finds its memory in the caches.
-            # After another variant it would do so only if malloc gave both the same memory.
+            # In real use, a step follows a step of the same variant and finds its memory in the
+            # CPU's caches. After another variant, this is so only if malloc gives both variants the
+            # same memory.
             if name in short:
                 _run(variants[name], workload, minibatch, WARM_UP + turn, plan)
             step = _run(variants[name], workload, minibatch, turn, plan)
@@ -190,8 +192,8 @@ def _check_peer(
 ) -> float:
     """Returns the difference of a peer from eager.
 
-    Rounding may change the choice of `relu`, and a peer can't run in double precision. So up to
-    three minibatches are tried.
+    Rounding may change which elements `relu` selects, and a peer can't run in double precision. So
+    up to three minibatches are tried.
     """
     for turn in range(3):
         minibatch = workload.minibatch(size, WARM_UP + turn)

@@ -1,12 +1,12 @@
-"""Times suspending and resuming an instance of ``ab.map`` against its parts.
+"""Compares the cost of suspending and resuming an instance of ``ab.map`` with its parts.
 
 python -m benchmarks.suspension
 
-A read in a map consists of ``item()`` on a pending tensor and two greenlet switches, away and back.
-The cost is the time of the map, less the time of the same ops in lockstep, plus the time of a read
-of a computed value. In lockstep the first read of a round computes all values, and the other reads
-find them, so the difference is suspension and resumption. The read of a computed value is measured
-by reading each value twice.
+A read in a map consists of ``item()`` on a pending tensor and two greenlet switches (to another
+fiber and back). The cost is the time of the map, minus the time of the same ops in lockstep, plus
+the time to read a computed value. In lockstep, the first read of a round computes all values, and
+the other reads find computed values. So the difference is the cost of suspending and resuming. To
+measure the read of a computed value, each value is read twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch_autobatch as ab
 from torch import nn
 
 INSTANCES, READS, ROUNDS = 64, 100, 15
-GOAL = 2.0  # times a bare switch there and back and an eager item()
+GOAL = 2.0  # maximum cost, relative to two bare switches and an eager item()
 
 
 def eager_items() -> None:
@@ -56,7 +56,7 @@ def mapped() -> None:
 
 
 def together(times: int = 1) -> None:
-    """Runs the ops and reads of ``mapped`` with the instances in lockstep, by hand."""
+    """Runs the ops and reads of ``mapped`` with hand-written code, all instances in lockstep."""
     with ab.batch():
         for _ in range(READS):
             made = [WEIGHT + 1 for _ in range(INSTANCES)]
@@ -66,7 +66,7 @@ def together(times: int = 1) -> None:
 
 
 def together_twice() -> None:
-    """As ``together``, but reads each value twice."""
+    """Does the same as ``together``, but reads each value twice."""
     together(2)
 
 

@@ -29,7 +29,7 @@ def _name(result: Result) -> str:
 
 
 def speed(results: Sequence[Result]) -> str:
-    """Returns the table of times, and ratios of ours to hand-batched (with target) and eager."""
+    """Returns the table of times, and of ratios to hand-batched code (with targets) and eager."""
     rows = []
     for r in results:
         target = ""
@@ -183,7 +183,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     for r in results:
         by_name.setdefault(_name(r), []).append(r)
     variants = list(dict.fromkeys(v for r in results for v in r.timings))
-    colours = {variant: f"C{k}" for k, variant in enumerate(variants)}  # the same in all panels
+    colours = {variant: f"C{k}" for k, variant in enumerate(variants)}  # equal in all panels
     columns = min(4, len(by_name))
     count = -(-len(by_name) // columns)
     figure, axes = plt.subplots(count, columns, figsize=(4 * columns, 3 * count), squeeze=False)

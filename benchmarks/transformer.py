@@ -1,4 +1,4 @@
-"""A transformer encoder over sentences of different lengths, one at a time or padded by hand.
+"""Compares a transformer encoder on one sentence at a time with a hand-padded minibatch.
 
     python benchmarks/transformer.py [--dropout 0.1] [--feedforward 2048]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import devices
 
-POOL = 1024  # number of examples that minibatches are drawn from, for synthetic data
+POOL = 1024  # number of synthetic examples from which minibatches are drawn
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,19 @@ class Workload(ABC):
     """One model and its data. Subclasses make both in ``__init__``.
 
     All work that depends on the minibatch is in ``collate``, and is timed. Work that depends on a
-    single example (the depths of a tree) is done with the data, as in the workers of a data loader.
+    single example (the depths of a tree) is done when the data is made, as in the workers of a data
+    loader.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
-    sizes: ClassVar[tuple[int, ...]]  # hidden sizes measured, the usual one first
-    targets: ClassVar[Mapping[int, float]] = {}  # by hidden size: target for hand's time / ours
-    reads: ClassVar[bool] = False  # whether the model reads values; ours is ab.map then
+    sizes: ClassVar[tuple[int, ...]]  # measured hidden sizes, the default first
+    targets: ClassVar[Mapping[int, float]] = {}  # by hidden size: target of hand's time / our time
+    reads: ClassVar[bool] = False  # whether the model reads values and runs in ab.map
 
     model: nn.Module
     examples: Sequence[Any]
-    device: torch.device = devices.CPU  # of the model and the examples
+    device: torch.device = devices.CPU  # device of the model and the examples
 
     @abstractmethod
     def __init__(self, hidden: int, sources: Sources, seed: int) -> None: ...
@@ -52,11 +53,11 @@ class Workload(ABC):
 
     @abstractmethod
     def collate(self, minibatch: Sequence[Any]) -> Any:
-        """Returns index tensors and the like for ``hand``. Does not use the model."""
+        """Returns what ``hand`` needs, such as index tensors. Does not use the model."""
 
     @abstractmethod
     def hand(self, plan: Any) -> Tensor:
-        """Returns the losses of the minibatch, in order, of shape [examples], as an expert does."""
+        """Returns the losses of the minibatch in order, [examples], batched as by an expert."""
 
     def minibatch(self, size: int, turn: int) -> list[Any]:
         """Draws a minibatch, without replacement if there are enough examples.
@@ -76,7 +77,7 @@ class Workload(ABC):
         return self
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters that a loss depends on, with their names."""
+        """Returns the parameters on which a loss depends, with their names."""
         return list(self.model.named_parameters())
 
 

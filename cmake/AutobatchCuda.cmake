@@ -1,8 +1,8 @@
-# Whether to build the CUDA kernels. Sets AUTOBATCH_WITH_CUDA and, if so, defines
-#   Autobatch::torch_cuda   libc10_cuda and the CUDA runtime, which torch brings or the toolkit has
+# Decides whether to build the CUDA kernels. Sets AUTOBATCH_WITH_CUDA. If it is ON, defines
+#   Autobatch::torch_cuda   libc10_cuda and the CUDA runtime of torch or of the toolkit
 #
-# That takes a torch with CUDA, and a toolkit (nvcc) of the same major version. Without them the
-# library works on CUDA devices all the same, by ATen.
+# The kernels need a torch with CUDA, and a CUDA toolkit (nvcc) of the same major version. Without
+# the kernels, the library still works on CUDA devices, and uses ATen's kernels.
 
 set(AUTOBATCH_CUDA "AUTO" CACHE STRING "CUDA kernels: AUTO (where they can be built), ON or OFF")
 set(AUTOBATCH_CUDA_ARCHITECTURES "" CACHE STRING
@@ -22,7 +22,7 @@ if(NOT _autobatch_no_cuda)
   endif()
 endif()
 
-# Which CUDA torch is built with.
+# The CUDA version that torch was built with.
 set(_autobatch_torch_cuda "")
 if(NOT _autobatch_no_cuda AND EXISTS "${AUTOBATCH_TORCH_ROOT}/version.py")
   file(STRINGS "${AUTOBATCH_TORCH_ROOT}/version.py" _autobatch_torch_cuda
@@ -30,9 +30,10 @@ if(NOT _autobatch_no_cuda AND EXISTS "${AUTOBATCH_TORCH_ROOT}/version.py")
   string(REGEX MATCH "[0-9]+" _autobatch_torch_cuda "${_autobatch_torch_cuda}")
 endif()
 
-# Torch's wheels bring the runtime as a Python package, and nvcc is one too (nvidia-cuda-nvcc): from
-# CUDA 13 on they lie in one folder. Libraries there have a name with a version only, by which
-# FindCUDAToolkit doesn't find them.
+# Torch's wheels depend on a Python package that contains the CUDA runtime. There is also a Python
+# package with nvcc (nvidia-cuda-nvcc). Since CUDA 13, both packages install into one folder.
+# FindCUDAToolkit doesn't find the libraries in this folder, because their names always contain a
+# version.
 if(NOT _autobatch_no_cuda AND _autobatch_torch_cuda)
   get_filename_component(_autobatch_cuda_package
     "${AUTOBATCH_TORCH_ROOT}/../nvidia/cu${_autobatch_torch_cuda}" ABSOLUTE)
@@ -71,7 +72,8 @@ if(AUTOBATCH_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES "${AUTOBATCH_CUDA_ARCHITECTURES}")
 elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   if(CUDAToolkit_VERSION VERSION_LESS 13)
-    # These know devices that are too old for the kernels; which are left to ATen.
+    # These toolkits support devices that are too old for the kernels. On such devices the library
+    # uses ATen's kernels.
     set(CMAKE_CUDA_ARCHITECTURES "70-real;80-real;90")
   elseif(CMAKE_VERSION VERSION_LESS 3.23)
     set(CMAKE_CUDA_ARCHITECTURES "75-real;80-real;90")
@@ -80,7 +82,8 @@ elseif(NOT CMAKE_CUDA_ARCHITECTURES)
   endif()
 endif()
 enable_language(CUDA)
-# As a library, which is torch's where the program runs: CMake would link a second one statically.
+# The kernels use the CUDA runtime library that torch loads. By default, CMake would link a second
+# runtime statically.
 set(CMAKE_CUDA_RUNTIME_LIBRARY None)
 set(AUTOBATCH_WITH_CUDA ON)
 add_library(Autobatch::torch_cuda INTERFACE IMPORTED)

@@ -1,6 +1,7 @@
-# Autobatch::json: the headers of nlohmann/json, which ATen/functorch's headers include and torch
-# doesn't ship. From NLOHMANN_JSON_INCLUDE_DIR (variable or environment), torch's own include
-# directory, the Python package nlohmann-json, or an installed nlohmann_json.
+# Defines Autobatch::json, the headers of nlohmann/json. The headers of ATen/functorch include
+# nlohmann/json, but torch doesn't contain it. This file searches NLOHMANN_JSON_INCLUDE_DIR (a CMake
+# or environment variable), torch's include directory, the Python package nlohmann-json, and an
+# installed nlohmann_json, in this order.
 
 set(_autobatch_json_hints "${NLOHMANN_JSON_INCLUDE_DIR}" "$ENV{NLOHMANN_JSON_INCLUDE_DIR}"
     "${AUTOBATCH_TORCH_ROOT}/include")

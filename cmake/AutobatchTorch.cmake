@@ -1,22 +1,23 @@
 # Finds torch and defines
-#   Autobatch::torch           its headers, libc10 and libtorch_cpu
-#   Autobatch::torch_python    libtorch_python, where there is one
-#   AUTOBATCH_TORCH_VERSION    the full version, "2.13.0+cpu", where it is known
+#   Autobatch::torch           torch's headers, libc10 and libtorch_cpu
+#   Autobatch::torch_python    libtorch_python, if it exists
+#   AUTOBATCH_TORCH_VERSION    the full version, such as "2.13.0+cpu"; empty if unknown
 #
-# Looks, in this order, at: AUTOBATCH_TORCH_ROOT (a directory with include/ and lib/), a
-# find_package(Torch) that was run before, AUTOBATCH_TORCH_BESIDE (the same, if it exists), the torch
-# of Python_EXECUTABLE, CMAKE_PREFIX_PATH (a LibTorch archive, or torch.utils.cmake_prefix_path),
-# AUTOBATCH_TORCH_BEFORE (the same, if it exists).
+# Uses the first of these that exists: AUTOBATCH_TORCH_ROOT (a directory with include/ and lib/),
+# the result of an earlier find_package(Torch), AUTOBATCH_TORCH_BESIDE (also such a directory), the
+# torch of Python_EXECUTABLE, the torch in CMAKE_PREFIX_PATH (a LibTorch archive, or
+# torch.utils.cmake_prefix_path), AUTOBATCH_TORCH_BEFORE (also such a directory).
 #
-# Torch's own TorchConfig.cmake isn't called from here, because that of a CUDA build stops with an
-# error where the CUDA toolkit isn't installed, and nothing in this library needs the toolkit.
+# This file doesn't call TorchConfig.cmake of torch. In a torch with CUDA, TorchConfig.cmake stops
+# with an error if the CUDA toolkit isn't installed. This library doesn't need the toolkit.
 
 if(TARGET Autobatch::torch)
   return()
 endif()
 
-# Ends this file: as find_package's answer, which QUIET and OPTIONAL are for, or as our own build's
-# error.
+# Ends this file because torch was not found. In find_package(Autobatch), sets Autobatch_FOUND to
+# false, so that QUIET and OPTIONAL have their usual effect. In the build of this library, stops
+# with an error.
 macro(_autobatch_no_torch message)
   if(CMAKE_FIND_PACKAGE_NAME STREQUAL "Autobatch")
     set(Autobatch_FOUND FALSE)
@@ -37,7 +38,7 @@ if(NOT AUTOBATCH_TORCH_ROOT AND AUTOBATCH_TORCH_BESIDE
 endif()
 
 if(NOT AUTOBATCH_TORCH_ROOT AND Python_EXECUTABLE)
-  # find_spec doesn't import torch, which would take seconds.
+  # find_spec doesn't import torch. An import would take seconds.
   execute_process(
     COMMAND "${Python_EXECUTABLE}" -c
       "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
@@ -73,7 +74,7 @@ if(EXISTS "${AUTOBATCH_TORCH_ROOT}/version.py")
 elseif(EXISTS "${AUTOBATCH_TORCH_ROOT}/build-version")
   file(STRINGS "${AUTOBATCH_TORCH_ROOT}/build-version" AUTOBATCH_TORCH_VERSION LIMIT_COUNT 1)
 endif()
-# The release, without "+cpu" or ".dev2026...": what may be compared.
+# The release number, without "+cpu" or ".dev2026...", can be compared with other versions.
 string(REGEX MATCH "^[0-9]+\\.[0-9]+(\\.[0-9]+)?" _autobatch_torch_release
        "${AUTOBATCH_TORCH_VERSION}")
 if(_autobatch_torch_release VERSION_LESS 2.11 AND _autobatch_torch_release)

@@ -1,7 +1,8 @@
-# Copies of gather.cu with a fault each, which the tests must find: planted_faults.inc includes
-# them, each in a namespace of its own, and PLANTED_FAULTS(M) gives M(namespace) for all of them.
+# Makes copies of gather.cu that have one fault each. The tests must find all of the faults.
+# planted_faults.inc includes all copies. Each copy has a separate namespace, and PLANTED_FAULTS(M)
+# expands to M(namespace) for each copy.
 #
-# A fault is a namespace, what is replaced, and what by.
+# A fault consists of a namespace, the text that is replaced, and the new text.
 
 set(_autobatch_faults
   "one_too_many" "i < table.total" "i <= table.total"

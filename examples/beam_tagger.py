@@ -1,8 +1,9 @@
 """Beam search over a BiLSTM tagger, trained with early updates (Collins and Roark 2004).
 
-Training stops at the word where the true tags fall off the beam. The loss is their distance to the
-best hypothesis. The words are the nodes of a Python function in source order. The tag of a word is
-the depth of its node. Each step reads the best continuations of all hypotheses.
+Training stops at the word where the beam loses the true tags. The loss is the difference between
+the scores of the best hypothesis and the true tags. The words are the nodes of a Python function in
+source order. The tag of a word is the depth of its node. Each step reads the best continuations of
+all hypotheses.
 
     python examples/beam_tagger.py
 """
@@ -23,7 +24,7 @@ BEAM = 4
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Tags so far, their score [], and the state [1, H] of the history after them."""
+    """The tags so far, their score [], and the state [1, H] of the history after these tags."""
 
     tags: tuple[int, ...]
     score: Tensor
@@ -53,7 +54,7 @@ class BeamTagger(nn.Module):
         return [min(depth, TAGS - 1) for depth in depths]
 
     def step(self, beam: list[Hypothesis], word: Tensor) -> list[Hypothesis]:
-        """Returns the best continuations. Reads their indices, once."""
+        """Returns the best continuations. Reads values once: the indices of these continuations."""
         scores = torch.cat(
             [h.score + self.score(torch.cat([word, h.state], -1)).log_softmax(-1) for h in beam]
         )

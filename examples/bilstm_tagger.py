@@ -1,7 +1,7 @@
 """BiLSTM tagger: Neubig, Goldberg and Dyer 2017, section 5.2 (arXiv:1705.07860).
 
-One LSTM in each direction, then a layer of 32 units before the tags. The model is written for one
-sentence, word by word.
+One LSTM runs in each direction. A layer of 32 units follows, and then the tags. The model is
+written for one sentence, word by word.
 """
 
 from __future__ import annotations

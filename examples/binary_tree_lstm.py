@@ -1,7 +1,7 @@
 """Binary Tree-LSTM: Tai, Socher and Manning 2015, section 3.2 (arXiv:1503.00075), with N = 2.
 
-Trained as in Neubig, Goldberg and Dyer 2017, section 5.2 (arXiv:1705.07860): words at the leaves, a
-sentiment to predict at every node. The model is written for one tree.
+Trained as in Neubig, Goldberg and Dyer 2017, section 5.2 (arXiv:1705.07860): the leaves are words,
+and the model predicts a sentiment at every node. The model is written for one tree.
 """
 
 from __future__ import annotations

@@ -31,12 +31,12 @@ ipaddress logging mailbox multiprocessing.connection multiprocessing.managers op
 pdb pickle pydoc ssl tarfile tempfile threading typing unittest.case unittest.mock
 urllib.request xmlrpc.client zipfile
 """
-FUNCTIONS_PER_MODULE = (20, 100)  # modules with fewer are left out; of more, the first are used
+FUNCTIONS_PER_MODULE = (20, 100)  # minimum (smaller modules are skipped), and maximum that is used
 NODES_PER_FUNCTION = (10, 150)
 
 
 class DataError(Exception):
-    """Invalid input. The message has the place, what was found, and what was expected."""
+    """Invalid input. The message states the place, what was found, and what was expected."""
 
     def __init__(self, path: Path, line: int | None, found: str, expected: str) -> None:
         place = str(path) if line is None else f"{path}, line {line}"
@@ -74,7 +74,7 @@ class Dataset:
 def split_and_encode(
     raw: Sequence[RawExample], *, seed: int, min_count: int = 2, held_out: float = 0.1
 ) -> Dataset:
-    """Holds out a random part, and numbers the symbols that occur ``min_count`` times in the rest.
+    """Splits off random test data. Numbers the symbols that occur ``min_count`` times in the rest.
 
     A rare symbol of two words, such as ``Name frobnicate``, is replaced by its first word.
     """
@@ -93,7 +93,7 @@ def split_and_encode(
     known = [symbol for symbol, count in counts.most_common() if symbol and count >= min_count]
     symbol_ids = {symbol: i for i, symbol in enumerate(known, start=1)}
     label_ids = {label: i for i, label in enumerate(sorted({s for e in raw for s in e.labels}))}
-    # Each id has one tensor, shared by all its uses.
+    # Each id has one tensor, which all uses of the id share.
     symbols = torch.arange(len(known) + 1).unsqueeze(1).unbind()
     labels = torch.arange(len(label_ids)).unsqueeze(1).unbind()
 
@@ -161,7 +161,7 @@ def _syntax_tree(function: ast.AST) -> tuple[list[str], list[tuple[int, ...]]]:
     """Returns symbols and children. Operators are part of their parent's symbol."""
     folded = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)
     nodes = [node for node in ast.walk(function) if not isinstance(node, folded)]
-    nodes.reverse()  # ast.walk has parents first
+    nodes.reverse()  # ast.walk yields parents first
     position = {node: i for i, node in enumerate(nodes)}
     children = [
         tuple(position[child] for child in ast.iter_child_nodes(node) if child in position)
@@ -193,10 +193,10 @@ def _symbol(node: ast.AST) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the lines that are not empty, with their numbers.
+    """Yields the lines that are not empty, with their line numbers.
 
     Raises:
-        DataError: if the file can't be read, is not in UTF-8, or has no such line.
+        DataError: if the file can't be read, is not in UTF-8, or has only empty lines.
     """
     empty = True
     try:

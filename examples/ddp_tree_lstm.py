@@ -1,11 +1,11 @@
-"""Trains a Tree-LSTM on several processes, each with other trees: DistributedDataParallel.
+"""Trains a Tree-LSTM in several processes, with DistributedDataParallel. Each has its own trees.
 
     torchrun --nproc-per-node 2 examples/ddp_tree_lstm.py
     torchrun --nproc-per-node 2 examples/ddp_tree_lstm.py --check
 
 Runs on CPUs (gloo), or on GPUs if there is one for each process (nccl). The ranks' minibatches have
-different structures and numbers of ops, but for DistributedDataParallel a step is one forward and
-one backward. `--check` compares the gradients of the first step with a single process.
+different structures and numbers of ops. Nevertheless, a step is one forward and one backward for
+DistributedDataParallel. `--check` compares the gradients of the first step with a single process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MODULES = "argparse ast asyncio.base_events"
 class Minibatch(nn.Module):
     """Computes the sum of the losses of several trees in one call.
 
-    The block is inside ``forward``, so that DistributedDataParallel wraps one forward with computed
-    results, not one for each tree. Its hooks then get the whole gradient of each parameter once.
+    The block is inside ``forward``. So DistributedDataParallel wraps one forward for all trees,
+    whose results are computed. Its hooks then get the whole gradient of each parameter once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ def to_device(dataset: Dataset, device: torch.device) -> list[Example]:
 
 
 def share(trees: list[Example], step: int, minibatch: int, ranks: int) -> list[list[Example]]:
-    """Returns the trees of a step by rank. The shares have different trees and sizes."""
+    """Returns each rank's trees for a step. The ranks' trees and their numbers differ."""
     first = step * minibatch % len(trees)
     taken = (trees + trees)[first : first + minibatch]
     cuts = [minibatch * rank * (rank + 3) // (ranks * (ranks + 3)) for rank in range(ranks)]
@@ -96,7 +96,7 @@ def train(options: argparse.Namespace, device: torch.device) -> bool:
         loss.backward()
         if options.check and step == 0:
             difference = check(model, shares)
-            sys.stdout.write(  # in one piece: the ranks write at the same time
+            sys.stdout.write(  # one write, because the ranks write at the same time
                 f"rank {rank}: {len(shares[rank])} of {options.minibatch} trees, gradients differ "
                 f"from those of one process by {difference:.1e} of the largest\n"
             )

@@ -1,10 +1,11 @@
-"""Deep sets: Zaheer et al. 2017 (arXiv:1703.06114), section 3: a function of a set of any size.
+"""Deep sets, a function of sets of any size: Zaheer et al. 2017 (arXiv:1703.06114), section 3.
 
     python examples/deep_sets.py [--steps N]
 
 learns the median of a set of numbers. The model is written for one set, [n, 1]. In a block, the
 sets of a minibatch run as one call for each layer, independent of their sizes, without padding or
-masks. The script checks loss and gradients of a step against eager's, trains, and times both.
+masks. The script compares loss and gradients of a step with eager mode, trains, and times both
+modes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class DeepSet(nn.Module):
         self.rho = nn.Sequential(nn.Linear(3 * hidden, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
     def forward(self, elements: Tensor) -> Tensor:
-        """Maps the elements of a set, [n, 1], to a result of shape [1]."""
+        """Computes a result of shape [1] from the elements of a set, [n, 1]."""
         x = self.phi(elements)
         x = F.relu(self.own(x) - self.common(x.mean(0, keepdim=True)))
         weights = x.softmax(0)
@@ -57,7 +58,7 @@ def make_sets(count: int, largest: int = 40) -> Sets:
 
 
 def mean_loss(model: DeepSet, sets: Sets, enabled: bool = True) -> Tensor:
-    """Returns the mean loss. Runs one set after the other; the code has no batch dimension."""
+    """Returns the mean loss. Runs one set after the other, without a batch dimension."""
     with ab.batch(enabled=enabled):
         total = torch.zeros(())
         for elements, target in sets:
@@ -76,7 +77,7 @@ def step(model: DeepSet, sets: Sets, enabled: bool) -> tuple[float, list[Tensor]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks, times and trains. Returns 1 if results differ from eager's."""
+    """Checks, times and trains. Returns 1 if results differ from eager mode."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--minibatch", type=int, default=64)
@@ -95,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {}
         for enabled in times:
             seconds, results[enabled] = step(model, sets, enabled)
-            if turn > 0:  # the first is the warm-up
+            if turn > 0:  # the first turn is the warm-up
                 times[enabled].append(seconds)
         largest = max(t.abs().max().item() for t in results[False])
         for a, b in zip(results[True], results[False], strict=True):

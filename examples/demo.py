@@ -4,7 +4,8 @@
     python examples/demo.py --treebank FILE    binary Tree-LSTM, sentiment: (3 (2 a) (4 b))
     python examples/demo.py --tags FILE        BiLSTM tagger: word|tag word|tag
 
-The exit status is 1 if losses or gradients differ from eager's, and 2 if the input can't be read.
+The exit status is 1 if losses or gradients differ from eager mode, and 2 if the input can't be
+read.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from torch import Tensor, nn
 
 TOLERANCE = 1e-4  # relative to the largest expected magnitude
 LEARNING_RATE = 1e-3
-EVALUATED = 256  # number of held-out examples that the accuracy is measured on
+EVALUATED = 256  # number of held-out examples for the accuracy
 MIN_ROUNDS = 3
 TIMING_SECONDS = 60.0  # no further round starts after this time
 
@@ -152,7 +153,7 @@ def load(options: argparse.Namespace) -> tuple[Dataset, Model]:
 def shuffled_minibatches(
     examples: Sequence[Example], size: int, seed: int
 ) -> Iterator[list[Example]]:
-    """Yields minibatches without end, and shuffles the examples at each pass."""
+    """Yields minibatches endlessly. Shuffles the examples before each pass."""
     order = list(examples)
     shuffle = random.Random(seed).shuffle
     while True:
@@ -198,7 +199,7 @@ def accuracy(model: Model, dataset: Dataset, options: argparse.Namespace) -> flo
 
 
 class Progress:
-    """Counts steps and seconds. Prints a bar on a terminal, else a line after each tenth."""
+    """Counts steps and seconds. Prints a bar on a terminal, or else a line after each tenth."""
 
     def __init__(self, steps: int, seconds: float) -> None:
         self.steps, self.seconds = steps, seconds
@@ -218,7 +219,7 @@ class Progress:
         return self.done >= self.steps or (self.done > 0 and self.elapsed >= self.seconds)
 
     def step(self, loss: float) -> None:
-        """Counts a step. ``loss``: its mean loss per prediction; a moving average is printed."""
+        """Counts a step with mean loss ``loss`` per prediction. Prints a moving average."""
         self.done += 1
         if self.first is None:
             self.first = self.loss = loss

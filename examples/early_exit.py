@@ -1,6 +1,6 @@
 """A classifier with early exits (Teerapittayanon, McDanel and Kung 2016, arXiv:1709.01686).
 
-Predicts the module of the standard library that a function is from. Each layer has a small
+Predicts in which module of the standard library a function is defined. Each layer has a small
 classifier. If its confidence is high enough, the remaining layers do not run. So examples have
 different depths, and the examples that continue are batched together.
 

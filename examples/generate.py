@@ -4,8 +4,8 @@
     python examples/generate.py --text FILE     lines of another text
 
 Trains the model on lines of different lengths, without padding or masks. Then continues 64 prompts
-of different lengths, in three ways: in a loop, in ``ab.map``, and as a padded batch with masks. A
-line ends where the model writes its end, so the prompts need different numbers of steps.
+of different lengths, in three ways: in a loop, in ``ab.map``, and as a padded batch with masks. The
+model decides where a line ends, so the prompts need different numbers of steps.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from data import MODULES
 from torch import Tensor, nn
 
 END = 0  # the end of a line, and padding
-CHARACTERS = ["", *map(chr, range(32, 127))]  # by number
-LONGEST = 160  # characters of a line
+CHARACTERS = ["", *map(chr, range(32, 127))]  # index: the number of a character
+LONGEST = 160  # maximum number of characters of a line
 
 Cache = tuple[Tensor, Tensor]  # keys and values, [..., heads, characters, width of a head]
 
@@ -75,8 +75,9 @@ class Model(nn.Module):
     ) -> tuple[Tensor, list[Cache]]:
         """Returns the scores, [..., new, len(CHARACTERS)], and the caches of the layers.
 
-        `characters` and `positions` have the shape [..., new]. `mask` says which characters each
-        new character attends to, [..., 1, new, all]. Without a mask, these are all earlier ones.
+        `characters` and `positions` have the shape [..., new]. `mask`, [..., 1, new, all], says to
+        which characters each new character attends. Without a mask, it attends to all earlier
+        characters.
         """
         x = self.embedding(characters) + self.position(positions)
         caches = []
@@ -111,7 +112,7 @@ def continued(model: Model, prompt: Tensor, most: int) -> list[int]:
 
 
 def continued_padded(model: Model, prompts: Sequence[Tensor], most: int) -> list[list[int]]:
-    """Like `continued` for all prompts, as one batch: padding on the left, and masks."""
+    """Does the same as `continued` for a batch of prompts, with padding on the left and masks."""
     longest = max(map(len, prompts))
     new = torch.stack([F.pad(prompt, (longest - len(prompt), 0), value=END) for prompt in prompts])
     missing = torch.tensor([[longest - len(prompt)] for prompt in prompts])
@@ -228,7 +229,7 @@ def compare(model: Model, prompts: Sequence[Tensor], options: argparse.Namespace
     expected = ways["a loop"]()
     for prompt, line in list(zip(prompts, expected, strict=True))[:: len(prompts) // 4]:
         print(f"  {as_text(prompt.tolist())}|{as_text(line)}")
-    same = {  # if two characters have almost equal scores, rounding decides
+    same = {  # lines may differ: rounding decides between almost equal scores
         name: sum(ours == theirs for ours, theirs in zip(way(), expected, strict=True))
         for name, way in ways.items()
     }

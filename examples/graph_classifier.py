@@ -6,8 +6,8 @@ predicts the module of a function from its syntax tree. A graph has a node for e
 tree, and edges to its children and to the next sibling. Message passing is plain torch code for one
 graph of any size: it gathers the rows at the edges' sources and adds them at their targets. In a
 block, the graphs of a minibatch run as one call for each op, as if they were concatenated into one
-graph with offsets added to the edges. The script checks loss and gradients of a step against
-eager's, trains, and times both.
+graph with offsets added to the edges. The script compares loss and gradients of a step with eager
+mode, trains, and times both modes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 MODULES = ["argparse", "ast", "asyncio.events", "calendar", "decimal", "doctest", "fractions",
            "inspect", "logging", "pathlib", "pickle", "tarfile", "threading", "typing"]  # fmt: skip
 PURE = {"decimal": "_pydecimal"}  # modules whose Python source is in another module
-SMALLEST, LARGEST = 10, 200  # nodes of a graph
+SMALLEST, LARGEST = 10, 200  # number of nodes of a graph
 
 KINDS = sorted(
     name for name, kind in vars(ast).items() if isinstance(kind, type) and issubclass(kind, ast.AST)
@@ -110,7 +110,7 @@ def load_graphs() -> list[Graph]:
 
 
 def mean_loss(model: GraphClassifier, graphs: Sequence[Graph], enabled: bool = True) -> Tensor:
-    """Returns the mean loss. Runs one graph after the other; the code has no batch dimension."""
+    """Returns the mean loss. Runs one graph after the other, without a batch dimension."""
     with ab.batch(enabled=enabled):
         losses = [F.cross_entropy(model(graph), graph.target) for graph in graphs]
         return torch.stack(losses).mean()
@@ -135,7 +135,7 @@ def accuracy(model: GraphClassifier, graphs: Sequence[Graph]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks, times and trains. Returns 1 if results differ from eager's."""
+    """Checks, times and trains. Returns 1 if results differ from eager mode."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--minibatch", type=int, default=64)
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {}
         for enabled in times:
             seconds, results[enabled] = step(model, minibatch, enabled)
-            if turn > 0:  # the first is the warm-up
+            if turn > 0:  # the first turn is the warm-up
                 times[enabled].append(seconds)
         largest = max(t.abs().max().item() for t in results[False])
         for a, b in zip(results[True], results[False], strict=True):

@@ -3,7 +3,7 @@
 
 Rebuilds the syntax tree of a Python function from its nodes in source order. The head of a node is
 its parent. The next action depends on scores that are read. A loop over examples in batch() would
-run each action alone, but in ab.map all parses of a minibatch take a step together.
+run each action alone. In ab.map, one step of all parses in a minibatch runs together.
 
     python examples/greedy_parser.py
 """
@@ -64,7 +64,7 @@ class Configuration:
 
 
 class GreedyParser(nn.Module):
-    """Scores actions from the two words on top of the stack and the next one."""
+    """Scores actions from the two words on top of the stack and the next word."""
 
     def __init__(self, vocabulary: int, classes: int, hidden: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class GreedyParser(nn.Module):
 
     @staticmethod
     def choose(scores: Tensor, at: Configuration) -> int:
-        """Returns the best possible action. Reads the scores, unless only one is possible."""
+        """Returns the best possible action. Reads the scores if several actions are possible."""
         possible = at.possible()
         if len(possible) == 1:
             return possible[0]
@@ -98,7 +98,7 @@ class GreedyParser(nn.Module):
     def forward(self, example: Example) -> Tensor:
         """Returns the mean loss of the oracle's actions, of shape [].
 
-        The configurations come partly from the oracle's and partly from the model's actions.
+        Some actions that lead to the configurations are the oracle's, and others are the model's.
         """
         words, heads = self.encode(example)
         at, losses = Configuration(heads), []
@@ -119,7 +119,7 @@ class GreedyParser(nn.Module):
         return at.heads
 
     def accuracy(self, example: Example, predicted: list[int]) -> tuple[int, int]:
-        """Returns the number of words with the right head, and the number of words but the root."""
+        """Returns the numbers of words with the right head and of all words, without the root."""
         heads = preorder(example)[1]
         return sum(h == p for h, p in zip(heads, predicted, strict=True) if h >= 0), len(heads) - 1
 

@@ -6,8 +6,8 @@ Johnson et al. 2017 (IEP, arXiv:1705.03633).
 "How many are red and not round?" is the tree count(and(find[red], not(find[round]))). Scenes and
 programs are synthetic. Each word and each connective has a module, which is learned from answers
 only. Each module is a cell (``ab.cell``): a call is captured as one node, and calls of one kind run
-as one batch. The script checks loss and gradients of a step against eager's, op by op and in cells,
-trains, and times all three.
+as one batch. The script compares loss and gradients of a step with eager mode, op by op and in
+cells. Then it trains, and times all three variants.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 OBJECTS = 8
 WORDS = ("red", "green", "blue", "round", "square", "small", "large", "shiny")
 
-# One of: a word; ("not", program); ("and" or "or", program, program).
+# A program is a word, ("not", program), or ("and" or "or", program, program).
 Program = Any
 
 
@@ -128,7 +128,7 @@ def make_questions(draw: random.Random, count: int) -> list[Question]:
 
 
 def mean_loss(model: Answerer, questions: Sequence[Question], **options: Any) -> Tensor:
-    """Returns the mean loss. Runs one question after the other; there is no batch dimension."""
+    """Returns the mean loss. Runs one question after the other, without a batch dimension."""
     with ab.batch(**options):
         return torch.stack([model(question) for question in questions]).mean()
 
@@ -167,7 +167,7 @@ def difference(expected: Sequence[Tensor | None], found: Sequence[Tensor | None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks, times and trains. Returns 1 if results differ from eager's."""
+    """Checks, times and trains. Returns 1 if results differ from eager mode."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--minibatch", type=int, default=64)
@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {}
         for way, taken in times.items():
             seconds, results[way] = step(model, questions, way)
-            if turn > 1:  # the first two are warm-up
+            if turn > 1:  # the first two turns are warm-up
                 taken.append(seconds)
         worst = max(worst, *(difference(results["eager"], found) for found in results.values()))
     print(f"differs from eager by {worst:.1e} of the largest gradient")

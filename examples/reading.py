@@ -29,7 +29,7 @@ class Model(Protocol):
 
 
 def preorder(example: Example) -> tuple[list[int], list[int]]:
-    """Returns the nodes with parents first, and for each its parent's index in that list.
+    """Returns the nodes with parents first, and the index of each node's parent in this list.
 
     The parent of the root is -1.
     """
@@ -65,7 +65,7 @@ def run(
 ) -> int:
     """Trains ``make(vocabulary, classes, hidden)`` and times a step.
 
-    Returns 1 if the results of the step differ from eager's, else 0.
+    Returns 1 if the results of the step differ from eager mode, else 0.
     """
     options = parse(doc, arguments)
     torch.set_num_threads(1)

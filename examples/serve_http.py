@@ -1,4 +1,4 @@
-"""Models over HTTP: each handler is code for one request, and an engine batches across requests.
+"""Serves models over HTTP. A handler is code for one request; an engine batches across requests.
 
     pip install fastapi uvicorn
     python examples/serve_http.py --port 8000
@@ -10,10 +10,10 @@
     curl -s localhost:8000/metrics     # if prometheus_client is installed
 
 Sentiment is a binary Tree-LSTM over trees of any shape. Generation is a character model that sends
-each character when it is computed, as server-sent events. Weights are random unless ``--weights``
-names a file of state dicts, so that the example needs no download. If the queue is full, the answer
-is 503 with Retry-After. A request ends when its client disconnects. At SIGTERM, started requests
-run to their end.
+each character when it is computed, as server-sent events. Weights are random, so the example needs
+no download. ``--weights`` loads a file of state dicts. If the queue is full, the answer is 503 with
+Retry-After. A request ends when its client disconnects. After SIGTERM, the server finishes the
+requests that have started.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ async def ends_with_client(request: Request, future: Any) -> Any:
 
 
 async def read_tree(request: Request) -> Any:
-    """Returns the tree of a request for its sentiment."""
+    """Returns the tree of a request for a sentiment."""
     try:
         tree = (await request.json())["tree"]
         check_tree(tree)
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds for a request")
     parser.add_argument("--weights", help="a file with state dicts: {'trees': …, 'characters': …}")
     options = parser.parse_args()
-    # Streams that are still open when the server stops have 10 seconds to end.
+    # When the server stops, streams that are still open have 10 seconds to end.
     uvicorn.run(
         make_app(options), host=options.host, port=options.port, timeout_graceful_shutdown=10
     )

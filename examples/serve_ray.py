@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve, on one or more machines. The engine of each batches across its requests.
+"""Replicas on Ray Serve, on one or more machines. Each replica's engine batches its requests.
 
     pip install "ray[serve]"
     python examples/serve_ray.py --replicas 2                  # serves until Ctrl-C
@@ -68,7 +68,7 @@ class Sentiment:
         self.engine = ab.Engine(make_model(hidden), name="sentiment")
 
     async def score(self, tree: Any) -> list[float]:
-        """Returns the probability of each class. For calls by handle."""
+        """Returns the probability of each class. Called through a handle."""
         scores: Tensor = await self.engine(tree)
         return scores.tolist()
 
@@ -96,7 +96,7 @@ def random_tree(rng: random.Random, leaves: int) -> Any:
 
 
 def send(handle: Any, count: int, hidden: int) -> None:
-    """Sends ``count`` random trees, and compares the answers with eager's."""
+    """Sends ``count`` random trees, and compares the answers with eager mode."""
     rng = random.Random(0)
     trees = [random_tree(rng, rng.randint(1, 40)) for _ in range(count)]
     began = time.perf_counter()
@@ -124,7 +124,7 @@ def main() -> None:
     deployment = serve.deployment(
         Sentiment,
         num_replicas=options.replicas,
-        max_ongoing_requests=1000,  # of a replica; the engine batches these
+        max_ongoing_requests=1000,  # limit for one replica, whose engine batches these requests
         ray_actor_options={"num_cpus": 0.5},
     )
     handle = serve.run(deployment.bind(options.hidden))

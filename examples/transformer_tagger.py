@@ -3,8 +3,9 @@
     python examples/transformer_tagger.py               tokens of statements of Python's own source
     python examples/transformer_tagger.py --tags FILE   word|tag word|tag
 
-Trains it on minibatches of sentences of different lengths, without padding or masks, then times it
-against eager. On Python's source, the model learns the role of each name in its statement.
+Trains the model on minibatches of sentences of different lengths, without padding or masks. Then
+compares its speed with eager mode. On Python's source, the model learns the role of each name in
+its statement.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model = TransformerTagger(dataset.vocabulary, dataset.classes, dropout=options.dropout)
     if options.steps > 0:
         train(model, dataset, options)
-    model.eval()  # without dropout, whose random numbers differ from eager's
+    model.eval()  # without dropout, whose random numbers differ from eager mode
     return demo.compare(model, dataset, options)
 
 

@@ -1,10 +1,10 @@
 """Generation of trees whose shape the model decides: the doubly recurrent network of Alvarez-Melis
-and Jaakkola 2017, for the syntax trees of Python functions.
+and Jaakkola 2017, trained on syntax trees of Python functions.
 
-A node is predicted from the states of its parent and its previous sibling. Two more predictions are
-whether it has children, and whether it has a next sibling. Training follows the true tree, but some
-states are made from the symbol that the model predicts (scheduled sampling, Bengio et al. 2015),
-which needs a read. Generation reads every decision.
+A node is predicted from the states of its parent and its previous sibling. The model also predicts
+whether the node has children, and whether it has a next sibling. Training follows the true tree.
+However, some states are computed from the symbol that the model predicts, which needs a read
+(scheduled sampling, Bengio et al. 2015). Generation reads every decision.
 
     python examples/tree_generator.py
 """
@@ -21,7 +21,7 @@ from data import Example
 from reading import run
 from torch import Tensor, nn
 
-SAMPLED = 0.25  # share of the symbols in training that the model predicts
+SAMPLED = 0.25  # share of the symbols in training that are the model's predictions
 DEPTH, BREADTH = 8, 6  # limits for generated trees
 
 
@@ -55,7 +55,7 @@ class TreeGenerator(nn.Module):
         def visit(node: int, above: Tensor, before: Tensor, has_next: bool) -> Tensor:
             """Adds the losses of a node and its descendants. Returns the embedded symbol, [1, H].
 
-            The symbol is the true one or the predicted one.
+            This is the true symbol or the predicted symbol.
             """
             scores, shape = self.look(above, before)
             below = example.children[node]
@@ -96,7 +96,7 @@ class TreeGenerator(nn.Module):
         return grow(self.start(example.targets[0]), self.first, 0, BREADTH)[0]
 
     def accuracy(self, example: Example, predicted: Any) -> tuple[int, int]:
-        """Returns 1 if the generated root is the true one, else 0, and the number of trees, 1."""
+        """Returns 1 if the generated root is the true root, else 0; and the number of trees, 1."""
         return int(predicted[0] == example.symbols[-1].item()), 1
 
 

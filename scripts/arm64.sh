@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Usage: scripts/arm64.sh [TORCH_VERSION]
 #
-# Compiles the C++ library and its example for 64-bit Arm against PyTorch's wheel for it, and trains
-# the example's model under qemu, compared with eager. Everything is in build/arm64. Needs Debian's
+# Compiles the C++ library and its example for 64-bit Arm, with PyTorch's wheel for Arm. Then trains
+# the example's model under qemu, and compares the result with eager. All files are in build/arm64.
+# Needs pip and these Debian packages:
 #   g++-aarch64-linux-gnu qemu-user-static cmake ninja-build unzip
-# and pip. Not built: the Python module, and autobatch::map (Boost.Context of the other architecture).
+# The Python module is not built. autobatch::map is not built either, because it needs Boost.Context
+# for Arm.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,7 +23,7 @@ for tool in aarch64-linux-gnu-g++ qemu-aarch64-static unzip cmake ninja; do
   }
 done
 
-download() { # REQUIREMENT...: wheels for 64-bit Arm, without what they depend on
+download() { # REQUIREMENT...: downloads wheels for 64-bit Arm, without dependencies
   local platforms=(--platform manylinux2014_aarch64) glibc
   for glibc in 17 25 26 27 28; do platforms+=(--platform "manylinux_2_${glibc}_aarch64"); done
   "$PYTHON" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
@@ -31,7 +33,8 @@ download() { # REQUIREMENT...: wheels for 64-bit Arm, without what they depend o
 if [[ ! -f $ROOT/torch/version.py ]]; then
   download "torch==$VERSION"
   unzip -qo "$ROOT"/torch-*.whl 'torch/include/*' 'torch/lib/*' torch/version.py -d "$ROOT"
-  # That wheel is built with CUDA: libtorch_cpu loads these two, though it has no use for them here.
+  # This wheel is built with CUDA. So libtorch_cpu loads these two libraries, but does not use them
+  # here.
   runtime=$(unzip -p "$ROOT"/torch-*.whl '*/METADATA' | sed -n 's/^Requires-Dist: cuda-toolkit.*==\([0-9]*\.[0-9]*\).*/\1/p')
   if [[ -n $runtime ]]; then
     download "nvidia-cuda-runtime==$runtime.*" "nvidia-cuda-cupti==$runtime.*"
@@ -43,7 +46,7 @@ fi
 CROSS=(-G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_SYSTEM_NAME=Linux
   -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
   -DAUTOBATCH_TORCH_ROOT="$ROOT/torch"
-  # What torch's libraries need is found when they load.
+  # The dependencies of torch's libraries are found when these libraries are loaded.
   -DCMAKE_SHARED_LINKER_FLAGS=-Wl,--allow-shlib-undefined
   -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined)
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Usage: scripts/bootstrap.sh VENV [build] [test] [lint] [real] [catch2] [benchmark]
 #
-# Makes VENV and puts into it what pyproject.toml's dependency groups of these names pin, torch for
-# `build`, and Debian packages that are missing, where apt-get may be used. Fast when all is there.
-# Environment: PYTHON, TORCH_SPEC (see the Makefile).
+# Creates the virtual environment VENV, and installs the packages of the named dependency groups in
+# pyproject.toml. For `build`, also installs torch. Installs missing Debian packages if apt-get can
+# be used. Takes little time if nothing is missing. Environment variables: PYTHON, TORCH_SPEC (see
+# the Makefile).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -31,7 +32,7 @@ if [[ -x $VENV/bin/python && -f $STAMP && $(<"$STAMP") == "$WANTED" ]]; then
   exit 0
 fi
 
-# Two of these at once would spoil each other.
+# Two runs of this script at the same time would interfere with each other, so a run takes a lock.
 exec 9>"${TMPDIR:-/tmp}/autobatch-bootstrap-$(id -u).lock"
 if command -v flock >/dev/null; then flock 9; fi
 
@@ -64,7 +65,7 @@ missing_packages() {
   if ! wants build; then return; fi
   command -v c++ >/dev/null || echo g++
   command -v cmake >/dev/null || echo cmake
-  # Only Debian's own interpreter comes in pieces.
+  # Only Debian's Python is divided into several packages.
   local real
   real=$("$PYTHON_FOUND" -c 'import os, sys; print(os.path.realpath(sys._base_executable or sys.executable))')
   local package=python3
@@ -107,7 +108,8 @@ if ((${#MISSING[@]})); then
   mapfile -t MISSING < <(missing_packages)
   ((${#MISSING[@]} == 0)) || die "missing: ${MISSING[*]}; run: apt-get install ${MISSING[*]}"
 fi
-# autobatch::map's fibers: without them the rest is built and tested all the same.
+# autobatch::map needs Boost.Context. If the package can't be installed, everything else is still
+# built and tested.
 if wants catch2 && may_install && ! compiles '#include <boost/context/fiber.hpp>'; then
   install libboost-context-dev 2>/dev/null || true
 fi
@@ -118,7 +120,7 @@ template <std::integral T> T f(T x) { return x; }'; then
 fi
 
 # --- the virtual environment ----------------------------------------------------------------------
-torch_of() { # torch's release, if it is 2.11 or later
+torch_of() { # PYTHON: prints the version of torch if it is 2.11 or later
   "$1" -c 'import torch, re
 r = re.match(r"\d+\.\d+", torch.__version__).group()
 assert tuple(map(int, r.split("."))) >= (2, 11)
@@ -136,7 +138,8 @@ if [[ ! -x $VENV/bin/python ]]; then
   if found=$(torch_of "$PYTHON_FOUND"); then
     say "making $VENV, with torch $found of $PYTHON_FOUND"
     "$PYTHON_FOUND" -m venv --system-site-packages "$VENV"
-    # If that interpreter is itself one of a virtual environment, then "system" is below it.
+    # If that interpreter belongs to a virtual environment, --system-site-packages does not include
+    # the packages of this environment. A .pth file adds them.
     if ! torch_of "$VENV/bin/python" >/dev/null; then
       "$PYTHON_FOUND" -c 'import sysconfig; print(sysconfig.get_path("purelib")); print(sysconfig.get_path("platlib"))' |
         sort -u >"$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent-environment.pth"
@@ -148,7 +151,7 @@ if [[ ! -x $VENV/bin/python ]]; then
 fi
 
 # --- Python packages ------------------------------------------------------------------------------
-requirements() { # of these groups, what is missing
+requirements() { # GROUP...: prints the requirements of these groups that are missing
   "$VENV/bin/python" - "$*" "$TORCH_SPEC" <<'PYTHON'
 import importlib.metadata
 import re
@@ -170,7 +173,7 @@ def missing(requirement: str) -> bool:
         found = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return True
-    # What the interpreter brings along (a machine without network, perhaps) is taken as it is.
+    # Any version of an inherited package is accepted, because the machine may have no network.
     inherited = Path(str(found.locate_file(""))).resolve() != own
     if inherited or not version:
         return False
@@ -201,7 +204,7 @@ install_packages() { # OPTION... -- REQUIREMENT...
 
 mapfile -t NEEDED < <(requirements ${GROUPS_WANTED//real/})
 install_packages -- "${NEEDED[@]}"
-if wants real; then # as pinned: what these ask for may be another torch
+if wants real; then # without dependencies, because these may include another torch
   mapfile -t NEEDED < <(requirements real)
   install_packages --no-deps -- "${NEEDED[@]}"
 fi

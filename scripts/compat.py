@@ -129,7 +129,7 @@ def check(root: Path, compiler: str, jobs: int, only: str) -> bool:
         is_python = source.startswith("csrc/python/")
         command = [compiler, *(for_python if is_python else for_library), "-fsyntax-only"]
         if found := re.search(r"kernels_(avx\w+)", source):
-            # Without the precompiled header, which has other flags, as in CMakeLists.txt.
+            # As in CMakeLists.txt, without the precompiled header, which has other flags.
             command = [compiler, *flags, "-fsyntax-only", *CAPABILITIES[found[1]]]
         if "/cuda/gather" in source:
             command += ["-DAUTOBATCH_WITH_CUDA=1", f"-isystem{cuda_include()}"]

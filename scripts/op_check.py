@@ -1,8 +1,8 @@
 """Runs one entry of PyTorch's operator database inside a block, and compares it with eager.
 
-Checked are values, dtypes, shapes, strides, requires_grad, and gradients of the inputs. For random
-ops the distribution is compared instead of the values, and a seed must give the same numbers again.
-The result is the class of the op (`CLASSES`), derived from the report of the block.
+Compares values, dtypes, shapes, strides, requires_grad, and gradients of the inputs. For random ops
+the distribution is compared instead of the values, and equal seeds must give equal numbers. The
+result is the class of the op (`CLASSES`), derived from the report of the block.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DTYPES = {
         torch.bool,
     )
 }
-# From best to worst. An op has the class of its worst node, over all samples.
+# From best to worst. The class of an op is the class of its worst node over all samples.
 CLASSES = {
     "view": "no call: an address computation, or the argument itself",
     "native": "one call per batch, by a native rule",
@@ -174,7 +174,7 @@ def samples_of(op: Any, dtype: torch.dtype, count: int) -> list[list[Any]]:
         try:
             generator = op.sample_inputs("cpu", dtype, requires_grad=grad)
             by_seed.append(list(itertools.islice(generator, GENERATED)))
-        except Exception:  # some need packages that are not installed
+        except Exception:  # some entries need packages that are not installed
             return []
     size = min(map(len, by_seed))
     picked = sorted({i * size // count for i in range(count)}) if size else []
@@ -212,7 +212,7 @@ def is_ops_own(site: str) -> bool:
     return site == SITE or not site.startswith(f"{__file__}:")
 
 
-# The database seeds every call of some random ops. Here each block is seeded once instead.
+# The database seeds every call of some random ops. This script seeds each block once instead.
 common_methods_invocations.wrapper_set_seed = lambda f, x, *args, **kwargs: call(f, x, args, kwargs)
 
 
@@ -258,7 +258,7 @@ def run(subject: Subject, groups: list[list[Any]], seed: int, enabled: bool) -> 
 
 
 def fresh(value: Any) -> Any:
-    """Returns a copy with memory of its own, because some ops write to running statistics."""
+    """Returns a copy with separate memory, because some ops write to running statistics."""
     if not isinstance(value, Tensor):
         return value
     return value.detach().clone().requires_grad_(value.requires_grad)
@@ -303,7 +303,7 @@ def gradients(done: Run, samples: list[Any], members: list[int]) -> list[Tensor 
 
 
 def draws(subject: Subject, samples: list[Any], enabled: bool) -> Tensor:
-    """Returns all numbers in the results of several seeds, as one vector."""
+    """Returns all numbers in the results for several seeds, as one vector."""
     numbers = []
     for seed in range(DRAWS):
         for tensor in tensors(run(subject, [samples], seed, enabled).results):
@@ -324,7 +324,7 @@ def check_random(subject: Subject, samples: list[Any]) -> None:
 
 
 def classify(done: Run) -> tuple[str, set[str]]:
-    """Returns the worst class of the nodes from the op's own line, and why it is not better."""
+    """Returns the worst class of the nodes from the op's line, and the reasons for this class."""
     report = done.scope.report()
     kinds, reasons = set(), set()
     for row in report.signatures:
@@ -401,7 +401,7 @@ def compare(subject: Subject, got: Run, case: Case) -> None:
     if not values or not case.differentiable:
         return
     slack = 10.0 if subject.name in EXCEPTIONS else 1.0
-    if subject.layout == "shared":  # gradients are sums over instances, with rounding at each
+    if subject.layout == "shared":  # sums over instances have larger rounding errors
         slack *= math.sqrt(len(case.samples))
     for members in (range(len(case.samples)), [len(case.samples) - 1]):  # all, then only one
         ours, theirs = (gradients(run, case.samples, list(members)) for run in (got, expected))
@@ -409,9 +409,9 @@ def compare(subject: Subject, got: Run, case: Case) -> None:
 
 
 def check_cases(subject: Subject, cases: list[Case], outcome: Outcome, each: bool) -> None:
-    """Checks all cases in one block, and each case in a block of its own.
+    """Checks all cases in one block, and then each case in a separate block.
 
-    Without `each`, single cases run only if a problem was found, to find the case that causes it.
+    Without `each`, single cases run only after a problem, to find the case that causes the problem.
     """
     before = len(outcome.problems)
 

@@ -20,7 +20,7 @@ TOLERANCE = {  # relative to the largest expected magnitude
 
 
 class Different(Exception):  # noqa: N818
-    """A result differs from eager's; the message says in what."""
+    """A result differs from eager's. The message describes the difference."""
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -46,8 +46,8 @@ def same_values(
 ) -> None:
     """Raises Different if values differ by more than rounding.
 
-    Differences are relative to the largest expected magnitude, but at least to `least`. `slack` is
-    a factor for the tolerance.
+    Differences are relative to the largest expected magnitude, or to `least` if it is larger.
+    `slack` is a factor for the tolerance.
     """
     if expected.layout != torch.strided:
         got, expected = got.to_dense(), expected.to_dense()
@@ -108,8 +108,8 @@ def same_gradients(
 ) -> None:
     """Raises Different if gradients differ by more than rounding.
 
-    Differences are relative to the magnitude of the root gradients at least, which is about 1,
-    because sums of these may cancel.
+    Differences are relative to the largest gradient, or to 1 if the largest gradient is smaller.
+    The root gradients have magnitudes of about 1, and their sums may cancel.
     """
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         if (a is None) != (b is None):
@@ -125,8 +125,8 @@ def same_gradients(
 def same_distribution(got: Tensor, expected: Tensor) -> None:
     """Raises Different if the two samples have different distributions.
 
-    Uses the test of Kolmogorov and Smirnov: the largest distance of the two empirical distribution
-    functions.
+    Uses the Kolmogorov-Smirnov test, which limits the largest distance between the two empirical
+    distribution functions.
     """
     if got.numel() != expected.numel():
         raise Different(f"{got.numel()} numbers, eager draws {expected.numel()}")

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Checks every op of PyTorch's own database inside a block against eager.
+"""Runs every op of PyTorch's operator database inside a block, and compares it with eager.
 
     python scripts/op_sweep.py                     all ops, all dtypes
-    python scripts/op_sweep.py --write             the same, and rewrites docs/ops.md
+    python scripts/op_sweep.py --write             all ops, all dtypes; rewrites docs/ops.md
     python scripts/op_sweep.py --only add,fft.fft --dtypes float32 --verbose
 
 The exit status is 1 if an op is wrong, or has a worse class than in docs/ops.md. op_check.py
-documents the checks and the classes. Each worker is a process of its own, so that a crash is
+documents the checks and the classes. Each worker is a separate process, so that a crash is
 reported like any other error of an op.
 """
 
@@ -31,7 +31,7 @@ from op_check import BATCHED, CLASSES, DTYPES, EXCEPTIONS, Outcome
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
 TIME_LIMIT = 900  # seconds; an op that takes longer counts as hanging
 DEFAULT_SAMPLES = 8
-# The instances of a check have equal data. Their ops must run together rather than once.
+# The instances of a check have equal data. Their ops must run as one batch, and not as one op.
 DISABLED = ",".join([*os.environ.get("AUTOBATCH_DISABLE", "").split(), "common_subexpressions"])
 
 
@@ -39,7 +39,7 @@ DISABLED = ",".join([*os.environ.get("AUTOBATCH_DISABLE", "").split(), "common_s
 
 
 def serve(dtypes: list[str], samples: int, each: bool) -> None:
-    """Runs a worker: reads an index of the database a line, writes its outcomes as JSON a line."""
+    """Runs a worker. A line of input is an index, and a line of output is its outcomes as JSON."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps the output of ops out of the results
     for line in sys.stdin:
@@ -160,7 +160,7 @@ def write_table(outcomes: list[Outcome]) -> None:
 
 
 def read_table() -> dict[tuple[str, str], str]:
-    """Returns the class in docs/ops.md by (op, dtype). Empty for another version of PyTorch."""
+    """Returns the classes in docs/ops.md by (op, dtype); none for other versions of PyTorch."""
     promised = {}
     columns: list[str] = []
     text = TABLE.read_text() if TABLE.exists() else ""
@@ -191,7 +191,7 @@ def wrong(outcomes: list[Outcome]) -> list[str]:
 
 
 def fallen(outcomes: list[Outcome]) -> list[str]:
-    """Returns messages for ops with a worse class than in the table. New ops have none."""
+    """Returns messages for ops with a worse class than in the table. New ops get no message."""
     promised = read_table()
     order = list(CLASSES)
     out = []

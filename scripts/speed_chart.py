@@ -12,7 +12,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-# Name of the row in the tables: name in the chart.
+# The keys are row names in the tables. The values are names in the chart.
 WORKLOADS = {
     "binary Tree-LSTM, 256": "binary Tree-LSTM",
     "child-sum Tree-LSTM, sentence pairs, 150": "child-sum Tree-LSTM",
@@ -32,7 +32,7 @@ COLORS = {
 
 
 def table(section: str) -> dict[str, dict[str, str]]:
-    """Returns the first table below a heading: by name of the row, then by column, a cell."""
+    """Returns the cells of the first table below a heading, by row name and column name."""
     text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     text = text[text.index(f"## {section}\n") :]
     rows = [
@@ -43,7 +43,7 @@ def table(section: str) -> dict[str, dict[str, str]]:
 
 
 def speeds() -> dict[str, dict[str, float]]:
-    """Returns, by workload and variant, the speed relative to eager."""
+    """Returns the speeds relative to eager, by workload and variant."""
     steps, others = table("Training step"), table("Other libraries")
     result = {}
     for row, name in WORKLOADS.items():

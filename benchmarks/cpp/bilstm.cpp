@@ -54,7 +54,8 @@ Plan plan_of(const std::vector<Sentence>& sentences) {
 }
 
 // Returns the hidden states in the layout of the inputs. On one thread this is faster than nn.LSTM
-// on a PackedSequence, whose backward fills a tensor of the size of all steps at each step.
+// on a PackedSequence. (At each step, the backward of nn.LSTM fills a tensor that is as large as
+// all steps.)
 Tensor run_by_hand(torch::nn::LSTMCell& cell, const Tensor& inputs,
                    const std::vector<int64_t>& batch_sizes, bool reverse) {
   const int64_t hidden = cell->weight_hh.size(1);
@@ -67,7 +68,7 @@ Tensor run_by_hand(torch::nn::LSTMCell& cell, const Tensor& inputs,
     const size_t step = reverse ? gates.size() - 1 - i : i;
     const int64_t size = gates[step].size(0), before = h.defined() ? h.size(0) : 0;
     if (before > size) h = h.narrow(0, 0, size), c = c.narrow(0, 0, size);
-    if (before > 0 && before < size) {  // in reverse, shorter sentences begin later
+    if (before > 0 && before < size) {  // in the reverse direction, shorter sentences begin later
       h = at::constant_pad_nd(h, {0, 0, 0, size - before});
       c = at::constant_pad_nd(c, {0, 0, 0, size - before});
     }

@@ -1,6 +1,6 @@
 // Compares the cost of capturing an op with the cost of running it, for one-element tensors, from
 // C++, without gradients. The ops are the same as in benchmarks/capture.py. Capture and eager runs
-// alternate; the results are medians of processor time.
+// alternate. The results are medians of processor time.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>

@@ -22,8 +22,8 @@ constexpr int64_t kLabels = 5;
 
 struct Node {
   int64_t word = 0, label = 0;
-  int left = -1, right = -1;  // earlier nodes; -1: a leaf
-  int depth = 0;              // from the root
+  int left = -1, right = -1;  // indices of earlier nodes; -1 for a leaf
+  int depth = 0;              // distance from the root
 };
 using Tree = std::vector<Node>;  // children before parents
 

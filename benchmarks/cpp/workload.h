@@ -30,10 +30,10 @@ inline constexpr int64_t kVocabulary = 1000, kEmbedding = 128;
 // matrix product for all gates instead of one per gate.
 std::unique_ptr<Workload> make_tree_lstm(int64_t hidden, bool fused);
 
-// A BiLSTM tagger of random sentences of 5 to 40 words, word by word.
+// A BiLSTM tagger that runs word by word, on random sentences of 5 to 40 words.
 std::unique_ptr<Workload> make_bilstm(int64_t hidden);
 
-// Returns the ids 0 to count - 1 as models take them: one tensor of shape [1] each.
+// Returns the ids 0 to count - 1 in the form that models take: a tensor of shape [1] for each id.
 std::vector<at::Tensor> ids(int64_t count);
 // Returns a 1-D tensor of dtype int64.
 at::Tensor as_tensor(const std::vector<int64_t>& values);

@@ -1,6 +1,6 @@
-// Compares training steps from C++: written for one example and batched by autobatch, against the
-// same model batched by hand. Google Benchmark runs the variants of a workload in turn. The table
-// has medians of processor time.
+// Compares training steps in C++: a model that is written for one example and batched by autobatch,
+// and the same model batched by hand. Google Benchmark runs the variants of a workload in turn. The
+// table has medians of processor time.
 //
 //   workloads_benchmark [--adam] [--eager] [Google Benchmark's options]
 #include "workload.h"
@@ -38,8 +38,8 @@ double processor_seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-// Seconds, summed over steps. For the variants by hand and in eager mode, `capture` is the whole
-// forward pass.
+// Seconds, summed over steps. For the hand-batched variant and in eager mode, `capture` is the
+// whole forward pass.
 struct Phases {
   double capture = 0, flush = 0, backward = 0;
 };
@@ -149,7 +149,7 @@ void print_rates(Collector& collector, const Workloads& workloads,
   for (const auto& workload : workloads) {
     const auto rate = [&](Variant variant) {
       const std::string name = label(*workload, variant);
-      if (!collector.knows(name)) return std::nan("");  // filtered out
+      if (!collector.knows(name)) return std::nan("");  // the filter excludes it
       return static_cast<double>(benchmarks::kMinibatch) / collector.median(name);
     };
     std::printf("| %s |", workload->name().c_str());

@@ -1,11 +1,11 @@
-"""Runs the parts and writes their results into one folder. Resumes after a stop.
+"""Runs the parts and writes their results into one folder. A stopped run can be resumed.
 
 python -m benchmarks.gpu --device cuda --out build/gpu [--minutes 9]
 
-The folder: report.md; results.json, all figures; speed.png and experts.png, where matplotlib is
-installed; traces.zip; log.txt, what the parts printed. All of it is written after each part.
-Finished parts do not run again. Parts that failed or took too long run again, after parts that have
-not run yet.
+The folder contains report.md, results.json (all figures), traces.zip, log.txt (the parts' output)
+and, if matplotlib is installed, speed.png and experts.png. All files are written after each part.
+Finished parts do not run again. Parts that failed or took too long run again, after the parts that
+have not run yet.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Folder:
                 )
 
     def status(self, part: Part) -> str | None:
-        """Returns the status of a part that ran before, else None."""
+        """Returns the status of a part that has already run, else None."""
         found = self.data["parts"].get(part.name)
         return found["status"] if found else None
 
     def record(self, part: Part, result: dict[str, Any]) -> None:
-        """Writes everything anew."""
+        """Adds the result of a part, and writes all files again."""
         self.data["parts"].pop(part.name, None)
         self.data["parts"][part.name] = result
         written = self.path / "results.json.new"
         written.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        written.replace(self.results)  # a stop never leaves a half-written file
+        written.replace(self.results)  # an interrupted run never leaves a half-written file
         report.write(self.data, self.path)
 
 
@@ -78,7 +78,7 @@ def run(part: Part, folder: Folder, most: float) -> dict[str, Any]:
     if status == LATE:
         output += f"\nended after {limit:.0f} seconds"
     result["output"] = "\n".join(output.strip().splitlines()[-LAST_LINES:])
-    if figures.exists():  # a part that took too long may have written some
+    if figures.exists():  # a part that took too long may have written some figures
         result["figures"] = json.loads(figures.read_text(encoding="utf-8"))
         figures.unlink()
     return result
@@ -94,7 +94,7 @@ def _run(command: Sequence[str], environment: dict[str, str], limit: float) -> t
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # so that what it started ends with it
+        start_new_session=True,  # its child processes can be ended together
     )
     try:
         output, _ = process.communicate(timeout=limit)
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in all_parts(options.device, options.architecture, small)
         if part.name.startswith(options.only) and folder.status(part) != DONE
     ]
-    parts.sort(key=lambda part: folder.status(part) in (FAILED, LATE))  # these come last
+    parts.sort(key=lambda part: folder.status(part) in (FAILED, LATE))  # failed parts run last
     for k, part in enumerate(parts):
         left = end - time.monotonic()
         if left < SHORTEST:
@@ -155,5 +155,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part in progress is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the running part too
     sys.exit(main())

@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPP_TESTS = ROOT / "build" / "latest" / "autobatch_tests"
-JSON = "JSON"  # in a command: the file that the part writes its figures to
+JSON = "JSON"  # in a command: the file to which the part writes its figures
 TRACES = "TRACES"  # the archive of traces
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command. It does not run if one of `needs` returns what is missing."""
+    """A command. It does not run if a function in `needs` reports that something is missing."""
 
     name: str
     command: tuple[str, ...]
@@ -71,7 +71,7 @@ def _tests() -> tuple[Part, Part]:
 
 
 def _sanitizer() -> Iterator[Part]:
-    # Each tensor in memory of its own, so that what lies behind it is nobody's.
+    # Each tensor is allocated separately, so that an access behind its end is detected.
     environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     check = ("compute-sanitizer", "--error-exitcode", "1")
     yield Part(
@@ -88,7 +88,7 @@ def _sanitizer() -> Iterator[Part]:
 
 
 def _suites(device: str) -> Iterator[Part]:
-    """The suites and random programs whose tensors lie on the device (tests/device/plugin.py)."""
+    """Yields test suites and random programs on the device (tests/device/plugin.py)."""
     if device != "cuda":
         return
     plugin = ("-p", "tests.device.plugin", "-p", "no:cacheprovider", "-n", "8")
@@ -103,7 +103,7 @@ def _suites(device: str) -> Iterator[Part]:
 def _row(device: str, workload: str, hidden: int, minibatch: int, *more: str) -> Part:
     where = ("--device", device, "--json", JSON)
     command = python("-m", "benchmarks.gpu.row", workload, str(hidden), str(minibatch))
-    limit = 90 if minibatch <= 64 else 150  # eager's steps take seconds
+    limit = 90 if minibatch <= 64 else 150  # steps in eager mode take seconds
     return Part(f"row: {workload} {hidden} {minibatch}", (*command, *where, *more), limit)
 
 
@@ -131,7 +131,8 @@ REST = (
     "neural-modules",
     "tree-generation",
 )
-# Whose time grows with the square of the hidden size or more, or whose images are 14 x 14.
+# Smaller sizes for some workloads: their time grows at least with the square of the hidden size, or
+# their images are 14 x 14.
 SIZES = {"mv-rnn": (32, 64), "neural-modules": (64, 128)}
 
 

@@ -1,4 +1,4 @@
-"""One workload at one size on a device: eager, by hand, ours op by op and in cells, DGL if present.
+"""Measures a workload on a device: eager, by hand, ours op by op and in cells, DGL if installed.
 
 python -m benchmarks.gpu.row binary-tree-lstm 128 64 --device cuda --json row.json
 """
@@ -19,7 +19,7 @@ from benchmarks.workload import Sources, Workload
 from benchmarks.workloads import WORKLOADS
 
 IN_CELLS = "cells"
-LONG = 500  # milliseconds: the profiler takes a minute for a step of a hundred thousand launches
+LONG = 500  # milliseconds; profiling a step of a hundred thousand launches takes a minute
 
 
 def variants_of(workload: Workload, skipped: dict[str, str]) -> dict[str, Callable[..., Step]]:
@@ -32,7 +32,7 @@ def variants_of(workload: Workload, skipped: dict[str, str]) -> dict[str, Callab
 
 
 def measure_row(workload: Workload, hidden: int, minibatch: int, rounds: int) -> dict[str, Any]:
-    """Returns the result of suite.compare, with speed, launches, idle share and peak by variant."""
+    """Returns the result of suite.compare. Adds speed, launches, idle share and peak by variant."""
     skipped: dict[str, str] = {}
     others = variants_of(workload, skipped)
     plan = suite.Plan(rounds, eager_rounds=min(2, rounds), warm_up=3, peers=False)
@@ -50,7 +50,7 @@ def measure_row(workload: Workload, hidden: int, minibatch: int, rounds: int) ->
         step = functools.partial(
             measure.run_step, every[name], workload, workload.minibatch(minibatch, 0), True
         )
-        workload.model.zero_grad(set_to_none=True)  # not counted
+        workload.model.zero_grad(set_to_none=True)  # gradients must not count
         load = devices.load(step, workload.device)
         timing["launches"] = load.launches
         timing["idle"] = None if load.busy is None else max(0.0, 1 - load.busy / timing["median"])
@@ -59,7 +59,7 @@ def measure_row(workload: Workload, hidden: int, minibatch: int, rounds: int) ->
 
 
 def parse(description: str, arguments: Sequence[str] | None, **more: Any) -> argparse.Namespace:
-    """A workload, its sizes and the device; `more` are further options."""
+    """Parses a workload, its sizes and the device. `more` contains further options."""
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("workload", choices=WORKLOADS)
     parser.add_argument("hidden", type=int)
@@ -71,7 +71,7 @@ def parse(description: str, arguments: Sequence[str] | None, **more: Any) -> arg
 
 
 def make(options: argparse.Namespace) -> Workload:
-    """Returns the workload on its device, ready to be measured."""
+    """Returns the workload, moved to its device."""
     device = devices.named(options.device)
     measure.prepare(device)
     return suite.make(WORKLOADS[options.workload], options.hidden, Sources(), device)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     variants = {**measure.variants_of(workload), **row.variants_of(workload, {})}
     for name, run in variants.items():
         if name == EAGER:
-            continue  # tens of thousands of launches
+            continue  # eager has tens of thousands of launches
         for turn in range(3):
             measure.run_step(run, workload, workload.minibatch(options.minibatch, turn), True)
         with profile(activities=activities(workload.device)) as profiler:

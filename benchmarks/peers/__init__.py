@@ -1,8 +1,8 @@
-"""Other libraries on the same workloads, where they are installed and can express them.
+"""Other libraries on the same workloads, if they are installed and can express the workload.
 
-A peer is optional and imported when it is first asked for. Each gives, by workload, a function from
-a minibatch to losses [examples] on the workload's own parameters; one with autograd of its own
-(DyNet) gives whole steps.
+A peer is another library. It is optional, and is imported when it is first used. For each workload,
+a peer provides a function from a minibatch to losses [examples] that uses the workload's
+parameters. A peer with its own autograd (DyNet) provides whole steps.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def available(
     skipped: dict[str, str],
     names: Sequence[str] = PEERS,
 ) -> dict[str, Callable[..., Step]]:
-    """Returns the variants of these peers. Stores in ``skipped`` why others have none."""
+    """Returns the variants of these peers. Stores in ``skipped`` why other peers can't run."""
     variants: dict[str, Callable[..., Step]] = {}
     for peer in names:
         try:
             module: Any = importlib.import_module(f"benchmarks.peers.{peer}_peer")
             variants |= module.variants(workload)
         except Exception as error:
-            # Not only ImportError: a library that was built for another torch may fail anyhow.
+            # Not only ImportError, because a library that was built for another torch may fail in
+            # any way.
             skipped[peer] = f"{type(error).__name__}: {error}".splitlines()[0]
     return variants

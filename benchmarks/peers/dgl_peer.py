@@ -20,7 +20,7 @@ from benchmarks import collate
 from benchmarks.measure import Step, timed_losses
 from benchmarks.workload import Workload
 
-_graphs: dict[int, Any] = {}  # one a tree, made with the data as DGL's loaders do
+_graphs: dict[int, Any] = {}  # one for each tree, made with the data as in DGL's loaders
 
 
 def _graph(tree: Any) -> Any:
@@ -36,7 +36,7 @@ def _graph(tree: Any) -> Any:
             graph.ndata["target"] = torch.from_numpy(tree.target_ids)
         graph.ndata["root"] = torch.zeros(len(tree.children), dtype=torch.bool)
         graph.ndata["root"][-1] = True
-        _graphs[id(tree)] = (graph, tree)  # the tree is kept, so that its id is
+        _graphs[id(tree)] = (graph, tree)  # the tree is kept alive, so that its id stays unique
     return _graphs[id(tree)][0]
 
 
@@ -111,6 +111,6 @@ LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """Returns the workload's step, if it is message passing."""
+    """Returns the workload's step if it can be written as message passing."""
     losses = LOSSES.get(workload.name)
     return {} if losses is None else {"dgl": timed_losses(losses)}

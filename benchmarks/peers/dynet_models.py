@@ -1,7 +1,7 @@
-"""The workloads' losses in DyNet, example by example, as its users write them.
+"""The workloads' losses in DyNet, written example by example as DyNet's users do.
 
-Each takes the PyTorch model (for its sizes), the parameters by their names in it, and a minibatch,
-and returns the examples' losses.
+Each function takes the PyTorch model (for its sizes), the parameters by their names in this model,
+and a minibatch. It returns the examples' losses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _split(gates: Any, hidden: int, count: int) -> list[Any]:
 
 
 def _lstm_step(p: dict[str, Any], cell: str, hidden: int, x: Any, state: State | None) -> State:
-    """Its two biases are one parameter, ``bias_ih`` (see Parameters)."""
+    """Runs a step. The two biases of the cell are one parameter, ``bias_ih`` (see Parameters)."""
     w, u, bias = (p[f"{cell}.{name}"] for name in ("weight_ih", "weight_hh", "bias_ih"))
     operands = [bias, w, x] if state is None else [bias, w, x, u, state[0]]
     i, f, g, o = _split(dy.affine_transform(operands), hidden, 4)
@@ -132,7 +132,7 @@ def child_sum_pairs(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> 
         similar = dy.logistic(p["angle.weight"] * dy.cmult(left, right) + near)
         scores = dy.affine_transform([p["out.bias"], p["out.weight"], similar])
         target = pair.target.flatten()
-        entropy = float(target.xlogy(target).sum())  # of the target, a constant
+        entropy = float(target.xlogy(target).sum())  # entropy of the target, a constant
         wanted = dy.inputVector(target.tolist())
         losses.append(dy.scalarInput(entropy) - dy.dot_product(wanted, dy.log_softmax(scores)))
     return losses
@@ -202,8 +202,8 @@ def parser(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> list[Any]
 
 
 def matrix_vector(model: Any, p: dict[str, Any], minibatch: Sequence[Any]) -> list[Any]:
-    """DyNet fills matrices by columns, so a word's matrix is the transpose of PyTorch's: all is
-    transposed, and vectors are rows."""
+    """DyNet fills matrices by columns, so a word's matrix is the transpose of PyTorch's. Therefore
+    all matrices are transposed, and vectors are rows."""
     n = model.size
     w, w_matrix = dy.transpose(p["w"]), dy.transpose(p["w_matrix"])
 

@@ -1,9 +1,9 @@
-"""DyNet (dyNET38 on PyPI), its Python API: autobatching by agenda (1) or by depth (2), or none
-(0).
+"""The Python API of DyNet (dyNET38 on PyPI), with autobatching by agenda (1), by depth (2) or
+without (0).
 
-It has its own tensors, parameters and autograd. So parameters are copied to DyNet once, and
-gradients are copied back after the time is taken. The kind of autobatching is one for the process:
-AUTOBATCH_DYNET=0, 1 or 2 in the environment, 1 if it is not set.
+DyNet has its own tensors, parameters and autograd. So parameters are copied to DyNet once, and
+gradients are copied back after the timing. The kind of autobatching is the same for the whole
+process: AUTOBATCH_DYNET=0, 1 or 2 in the environment. The default is 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.measure import Step, clock
 from benchmarks.workload import Workload
 
 # isort: split
-import dynet_config  # before DyNet, which reads it
+import dynet_config  # must be imported before DyNet, which reads it
 
 KIND = int(os.environ.get("AUTOBATCH_DYNET", "1"))
 dynet_config.set(mem="4096", autobatch=KIND, random_seed=1)
@@ -40,10 +40,11 @@ class Parameters:
         for name, value in model.named_parameters():
             array = value.detach().numpy()
             if name.endswith("bias_hh"):
-                continue  # below
+                continue  # its sum with the other bias is added below
             if name.endswith("bias_ih"):
-                # A cell's two biases are one here. Their sum would be computed, and DyNet's agenda
-                # loses most of the gradient of a computed bias that a batch shares.
+                # A cell's two biases are one parameter in DyNet. Otherwise their sum would be a
+                # computed value, and DyNet's agenda loses most of the gradient of a computed bias
+                # that a batch shares.
                 array = array + model.get_parameter(name[:-2] + "hh").detach().numpy()
             if name in self.lookups:
                 self.made[name] = self.collection.lookup_parameters_from_numpy(array)
@@ -63,7 +64,7 @@ class Parameters:
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """The workload's step, if it is written here."""
+    """Returns the workload's step if it is implemented here."""
     losses = LOSSES.get(workload.name)
     if losses is None:
         return {}

@@ -1,6 +1,6 @@
 """TorchFold 0.1.0 (https://github.com/nearai/torchfold): batches by depth and by function.
 
-The user rewrites the model as functions over batches and the loop as calls of ``fold.add``.
+The user rewrites the model as functions on batches, and the loop as calls of ``fold.add``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.measure import Step, timed_losses
 from benchmarks.workload import Workload
 from benchmarks.workloads.parser import SHIFT
 
-# Its one use of an attribute that torch no longer has: the class of all tensors.
+# TorchFold uses the class of all tensors, which is not an attribute of current versions of torch.
 _shim = types.SimpleNamespace(**{name: getattr(torch, name) for name in ("cat", "chunk")})
 _shim.LongTensor = torch.LongTensor
 _shim.tensor = types.SimpleNamespace(_TensorBase=torch.Tensor)
@@ -50,7 +50,7 @@ class BinaryTreeFunctions:
 
 
 def binary_trees(workload: Workload, minibatch: Sequence[Any], functions: Any = None) -> Tensor:
-    """``functions``: functions to use instead of the Tree-LSTM's."""
+    """``functions`` replaces the functions of the Tree-LSTM."""
     fold = torchfold.Fold()
     losses = []
     for tree in minibatch:
@@ -101,7 +101,7 @@ def tagger(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
 
     losses = []
     for sentence in minibatch:
-        # A word that comes again is one node: Fold keeps what has the same arguments.
+        # A repeated word is one node, because Fold reuses a node with the same arguments.
         words = [fold.add("word", word) for word in sentence.word_ids.tolist()]
         forward, backward = run("right", words), run("left", words[::-1])[::-1]
         tags = sentence.tag_ids.tolist()
@@ -230,7 +230,7 @@ def parser(workload: Workload, minibatch: Sequence[Any]) -> Tensor:
 
 
 class MatrixVectorFunctions:
-    """A matrix is a row of N * N to Fold, which joins what it gathers by its first dimension."""
+    """For Fold, a matrix is a row of N * N, because it concatenates along the first dimension."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -264,6 +264,6 @@ LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """Returns the workload's step, if TorchFold can express it and it is implemented here."""
+    """Returns the workload's step if TorchFold can express it and it is implemented here."""
     losses = LOSSES.get(workload.name)
     return {} if losses is None else {"torchfold": timed_losses(losses)}

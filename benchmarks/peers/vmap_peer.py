@@ -1,7 +1,7 @@
 """torch.vmap: the per-example function over examples of one shape.
 
-It takes no two examples of different structure at once, so a minibatch is grouped by length; trees
-and parsers, whose groups would be of one, are left out.
+vmap can't batch examples of different structure, so a minibatch is grouped by length. Trees and
+parsers are excluded, because each group would contain one example.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.workload import Workload
 def _by_length(
     minibatch: Sequence[Any], name: str, function: Callable[[Tensor, Tensor], Tensor], target: str
 ) -> Tensor:
-    """Returns the function's losses over each group, in the order of the minibatch."""
+    """Runs the function on each group. Returns the losses in the order of the minibatch."""
     groups: dict[int, list[int]] = defaultdict(list)
     for i, example in enumerate(minibatch):
         groups[len(getattr(example, name))].append(i)
@@ -77,6 +77,6 @@ LOSSES: dict[str, Callable[[Workload, Sequence[Any]], Tensor]] = {
 
 
 def variants(workload: Workload) -> dict[str, Callable[..., Step]]:
-    """Returns the workload's step, if vmap can express it."""
+    """Returns the workload's step if vmap can express it."""
     losses = LOSSES.get(workload.name)
     return {} if losses is None else {"vmap": timed_losses(losses)}

@@ -1,7 +1,7 @@
 """Models of other packages, one example at a time, compared with the packages' own batching.
 
-Each package has a file, which imports the package. ``make bench-real`` measures all of them, ``make
-test-real`` asserts their answers.
+Each package has a file, which imports the package. ``make bench-real`` measures all packages.
+``make test-real`` checks their results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.metadata
 
 from benchmarks.real.case import Maker, makers_of
 
-# The distribution's name, and the file here.
+# The name of each distribution, and its file in this folder.
 PACKAGES = {
     "torch-geometric": "graphs",
     "transformers": "hugging_face",
@@ -45,7 +45,7 @@ PACKAGES = {
 
 
 def makers(package: str) -> dict[str, Maker]:
-    """Returns the function that makes each model of a package, by name. Imports the package."""
+    """Returns the functions that make a package's models, by model name. Imports the package."""
     return makers_of(importlib.import_module(f"benchmarks.real.{PACKAGES[package]}").__name__)
 
 

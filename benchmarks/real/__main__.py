@@ -29,7 +29,7 @@ from benchmarks.real.timing import Row
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 MARKS = "<!-- make bench-real: begin -->\n", "<!-- make bench-real: end -->\n"
-TIME_LIMIT = 300  # seconds for a package; what takes longer hangs
+TIME_LIMIT = 300  # seconds for a package; if it takes longer, it hangs
 
 
 def parse() -> argparse.Namespace:
@@ -85,7 +85,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def rows_of(package: str, model: str, seconds: float) -> Iterator[Row]:
-    """Yields the rows of a separate process. If it crashes, its current model gets the error."""
+    """Yields the rows of a separate process. After a crash, the current row contains the error."""
     command = [sys.executable, "-m", "benchmarks.real", "--worker", "--seconds", str(seconds)]
     command += ["--only", f"{package}:{model}" if model else package]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -141,7 +141,7 @@ def line(row: Row) -> str:
 
 
 def write(text: str) -> None:
-    """Writes the tables between their marks."""
+    """Writes the tables into the document, between their marks."""
     document = DOCUMENT.read_text(encoding="utf-8")
     before, begin, rest = document.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])

@@ -39,7 +39,7 @@ def run(case: Case, variant: str, phase: str) -> Step:
 
 
 def run_from_start(case: Case, variant: str, phase: str, buffers: dict[str, Tensor]) -> Step:
-    """Like ``run``, with the given buffers before the step. The results include the buffers."""
+    """Does the same as ``run``, after setting the buffers. The results include the buffers."""
     own = dict(case.model.named_buffers())
     with torch.no_grad():
         for name, value in buffers.items():
@@ -54,7 +54,7 @@ def differences(expected: Step, step: Step, with_buffers: bool) -> dict[str, flo
     """Returns the differences of the losses, each gradient and each buffer."""
     found = {"losses": measure.difference(expected.losses, step.losses)}
     gradients = [g for n, g in expected.gradients.items() if g is not None and n[0] != "("]
-    # A bias before a softmax or a normalisation has a gradient that is zero but for rounding.
+    # The gradient of a bias before a softmax or a normalisation is zero up to rounding.
     least = 1e-3 * max((g.abs().max().item() for g in gradients), default=0.0)
     for name, value in expected.gradients.items():
         other = step.gradients.get(name)
@@ -80,7 +80,7 @@ def check(case: Case, variant: str, phase: str, dtype: torch.dtype) -> float:
             again = run_from_start(case, EAGER, phase, buffers)
             if max(differences(expected, again, with_buffers=True).values()) > 0:
                 raise MismatchError(f"after {variant} eager gives other answers than before")
-    # Of its own batching the statistics of batch norm are those of the minibatch.
+    # With the package's own batching, the statistics of batch norm are those of the minibatch.
     found = differences(expected, step, with_buffers=variant != OWN)
     where, worst = max(found.items(), key=lambda item: item[1])
     allowed = case.tolerance if dtype == torch.float64 else measure.TOLERANCE

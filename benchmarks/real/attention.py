@@ -1,4 +1,4 @@
-"""x-transformers: its many kinds of attention, next to masks."""
+"""x-transformers: many kinds of attention, compared with masks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.workload import Workload
 
 EXAMPLES = 32
-SINGLE = 1e-5  # what to allow where a package does part of its work in single precision
+SINGLE = 1e-5  # tolerance for packages that partly compute in single precision
 
 
 @dataclass
@@ -23,21 +23,21 @@ class Case(Workload):
 
     model: nn.Module
     examples: Sequence[Any]
-    one: Callable[[Any], Tensor]  # the loss of an example, or what else is asked of it
-    # The same of all examples, stacked, as the package batches them; collation is part of it.
+    one: Callable[[Any], Tensor]  # returns the loss of an example, or another result
+    # Returns the stacked results of all examples, batched by the package. Includes collation.
     own: Callable[[Sequence[Any]], Tensor] | None = None
-    trains: bool = True  # False: there is nothing to differentiate
+    trains: bool = True  # False: the result can't be differentiated
     infers: bool = True  # False: the package needs grad mode
-    # In double precision; SINGLE where the package does not keep it.
+    # Tolerance in double precision, or SINGLE if the package computes in single precision.
     tolerance: float = 1e-9
-    # Of the package's own batching, where it isn't the same computation (a step size for all).
+    # Tolerance for the package's own batching, if its computation differs (one step size for all).
     own_tolerance: float = 0.0
 
-    # Which of its modules `ab.cell(module, dynamic=True)` is for: what takes tensors, and leaves
-    # reading and objects that hold tensors to others. They are cells in one variant alone.
+    # The modules that become cells (`ab.cell(module, dynamic=True)`), in one variant only. They
+    # take tensors, and neither read values nor use objects that hold tensors.
     cells: Sequence[nn.Module] = ()
 
-    # A map is measured as well as the block, whether the model reads values or not.
+    # Both a map and a block are measured, whether the model reads values or not.
     reads = True
 
     def loss(self, example: Any) -> Tensor:
@@ -52,7 +52,7 @@ class Case(Workload):
 
 
 Maker = Callable[[], Case]
-_makers: dict[str, dict[str, Maker]] = {}  # by module
+_makers: dict[str, dict[str, Maker]] = {}  # makers of models, by module
 
 
 def model(name: str) -> Callable[[Maker], Maker]:
@@ -91,13 +91,13 @@ def build(make: Maker, dtype: torch.dtype) -> Case:
 
 
 def lengths(smallest: int, largest: int, count: int = EXAMPLES) -> list[int]:
-    """Returns sizes of examples: all sizes of the range, in random order."""
+    """Returns the sizes of examples: all sizes of the range, in random order."""
     span = largest - smallest + 1
     return [smallest + (7 * i + 3 * (i // span)) % span for i in range(count)]
 
 
 def padded(rows: Sequence[Tensor], value: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Pads examples of different lengths to one tensor. Returns also the mask of real elements."""
+    """Pads examples of different lengths to one tensor. Also returns the mask of real elements."""
     tensor = nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
     sizes = torch.tensor([len(row) for row in rows])
     return tensor, torch.arange(tensor.size(1)) < sizes[:, None]

@@ -1,4 +1,4 @@
-"""pytorch-crf: a BiLSTM tagger's last layer, next to its mask."""
+"""pytorch-crf: the last layer of a BiLSTM tagger, compared with the package's mask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributions: densities of sets of different sizes, next to padding."""
+"""torch.distributions: densities of sets of different sizes, compared with padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEATURES, HIDDEN, COMPONENTS = 6, 24, 4
 
 
 def sets(network: nn.Module, score: Callable[[Tensor], Tensor]) -> Case:
-    """``score`` returns a number for each point. The score of a set is the sum."""
+    """``score`` returns a number for each point. The score of a set is the sum of these numbers."""
 
     def one(points: Tensor) -> Tensor:
         return -score(points).sum()

@@ -1,4 +1,4 @@
-"""e3nn: tensor products of irreducible representations, next to one graph of all."""
+"""e3nn: tensor products of irreducible representations, compared with one merged graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mixture-of-experts: an expert's capacity is of one sentence, so there is no batching of it."""
+"""mixture-of-experts: an expert's capacity depends on the sentence, so the package can't batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.real.case import Case, lengths, model
 HIDDEN = 16
 
 
-# Not at random, which of an example's words go to the second expert.
+# With these options, the words for the second expert are not chosen at random.
 ALL = {"second_policy_train": "all", "second_policy_eval": "all"}
 
 

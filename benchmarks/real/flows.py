@@ -1,4 +1,4 @@
-"""zuko: normalizing flows on sets of different sizes, next to one set of all."""
+"""zuko: normalizing flows on sets of different sizes, compared with one merged set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPyTorch: Gaussian processes of data of different sizes."""
+"""GPyTorch: Gaussian processes on data of different sizes."""
 
 from __future__ import annotations
 

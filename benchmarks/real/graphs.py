@@ -1,4 +1,4 @@
-"""PyTorch Geometric, without its compiled extensions: graphs, next to its ``Batch``."""
+"""PyTorch Geometric, without compiled extensions: graphs, compared with the package's ``Batch``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FEATURES, HIDDEN, CLASSES, RELATIONS = 16, 32, 5, 4
 
 
 def graph(nodes: int) -> Data:
-    """A random graph, somewhat denser than a tree."""
+    """Makes a random graph that has a few more edges than a tree."""
     edges = torch.randint(nodes, (2, 2 * nodes))
     return Data(
         x=torch.randn(nodes, FEATURES),
@@ -40,7 +40,7 @@ def graph(nodes: int) -> Data:
 
 
 class Network(nn.Module):
-    """Two layers, a pooling, a classifier."""
+    """Two layers, a pooling layer and a classifier."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ def gin() -> Case:
         return GINConv(mlp, train_eps=True)
 
     made = case(Network(layer, global_add_pool))
-    made.own = None  # batch norm's statistics would be those of all graphs
+    made.own = None  # in its batches, batch norm uses the statistics of all graphs
     return made
 
 

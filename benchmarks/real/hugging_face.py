@@ -1,4 +1,4 @@
-"""transformers, with small random models: sentences of different lengths, next to padding."""
+"""transformers, with small random models: sentences of different lengths, compared with padding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sentences(sizes: Sequence[int] = LENGTHS) -> list[Tensor]:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean cross entropy of each sentence's tokens. -100 stands for no token."""
+    """Returns the mean cross entropy of each sentence's tokens. A target of -100 is ignored."""
     losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     return losses.sum(1) / (targets >= 0).sum(1)
 
@@ -63,7 +63,7 @@ def bert() -> Case:
 
 
 def language_model(network: Any) -> Case:
-    """Predicts next words. The model computes the loss."""
+    """Makes a case that predicts next words. The model computes the loss."""
 
     def one(words: Tensor) -> Tensor:
         return network(words[None], labels=words[None], use_cache=False).loss
@@ -140,7 +140,7 @@ def generation() -> Case:
 
 
 def images(network: Any, score: Callable[[Tensor], Tensor]) -> Case:
-    """Images of different sizes, which can be batched only after resizing."""
+    """Makes a case with images of different sizes. The package batches only images of one size."""
     sizes = zip(lengths(3, 6, 16), lengths(2, 5, 16), strict=True)
     examples = [torch.randn(3, 16 * height, 16 * width) for height, width in sizes]
 

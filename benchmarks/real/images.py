@@ -19,7 +19,7 @@ def images(channels: int, unit: int = 4) -> list[Tensor]:
 
 
 def case(network: nn.Module, score: Callable[[Tensor], Tensor], channels: int) -> Case:
-    """There is no batching of images of different sizes."""
+    """Makes a case. The package can't batch images of different sizes."""
     return Case(network, images(channels), lambda image: score(image[None]))
 
 

@@ -1,4 +1,4 @@
-"""higher: model-agnostic meta-learning, a task an example."""
+"""higher: model-agnostic meta-learning. Each example is a task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HIDDEN, STEPS = 16, 3
 
 
 def tasks() -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Tasks: sine functions, from few points."""
+    """Returns the tasks: to learn sine functions from few points."""
     made = []
     for points in lengths(4, 11, 16):
         phase, x, other = torch.rand(1) * 3, torch.randn(points, 1), torch.randn(8, 1)

@@ -1,4 +1,4 @@
-"""TorchOpt: differentiable optimizers, a task an example."""
+"""TorchOpt: differentiable optimizers. Each example is a task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def case(optimizer: type[torchopt.MetaOptimizer]) -> Case:
     network = nn.Sequential(nn.Linear(1, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1))
 
     def one(task: Any) -> Tensor:
-        """Adapts the network's parameters, and restores them."""
+        """Adapts the network's parameters to a task, and restores them."""
         x, y, other_x, other_y = task
         start = torchopt.extract_state_dict(network)
         try:

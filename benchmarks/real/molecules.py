@@ -1,4 +1,4 @@
-"""egnn-pytorch: equivariant networks on molecules of different sizes, next to masks."""
+"""egnn-pytorch: equivariant networks on molecules of different sizes, compared with masks."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def pairs() -> Case:
 @model("EGNN, nearest neighbours")
 def neighbours() -> Case:
     made = case(num_nearest_neighbors=4)
-    made.own = None  # padding counts among the neighbours
+    made.own = None  # in its batches, padding counts as neighbours
     return made

@@ -24,7 +24,7 @@ class Field(nn.Module):
 
 
 def case(solve: Callable[..., Tensor], own_tolerance: float = 0.0, **options: Any) -> Case:
-    """Computes the final state. The package's batching uses the longest horizon."""
+    """Makes a case that computes the final state. The package's batches use the longest horizon."""
     network = Field()
     examples = [
         (torch.randn(STATE), torch.linspace(0, 0.1 * n, n + 1))

@@ -15,7 +15,7 @@ COUNT, ITERATIONS = 16, 20
 
 
 def case(score: Callable[[Tensor, Tensor], Tensor]) -> Case:
-    """There is no batching of clouds of different sizes."""
+    """Makes a case. The package can't batch clouds of different sizes."""
     network = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 3))
 
     def one(example: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""torchode: a solver with a step size for each row, so that its batches are eager's loop."""
+"""torchode: a solver with a step size for each row, so its batches compute the same as a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""supar: a biaffine parser and its distributions over trees, next to their masks."""
+"""supar: a biaffine parser and its distributions over trees, compared with the package's masks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS, TAGS, HIDDEN, RELATIONS = 60, 8, 24, 5
 
 
 def sentence(words: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns words after a root, the head of each word, and its relation."""
+    """Returns words after a root symbol, the head of each word, and the relation to its head."""
     heads = torch.arange(words + 1).flip(0) % (words + 1)
     return torch.randint(2, WORDS, (words + 1,)), heads, torch.randint(RELATIONS, (words + 1,))
 
@@ -57,7 +57,7 @@ def biaffine() -> Case:
 
 
 def trees(score: Callable[[Tensor, Tensor], Tensor], shortest: int, longest: int) -> Case:
-    """``score`` is called with the scores of pairs and the lengths."""
+    """Makes a case. ``score`` is called with the scores of pairs and the lengths."""
     network = nn.Bilinear(HIDDEN, HIDDEN, 1)
 
     def pairs(h: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""perceiver-pytorch: images of different sizes, next to masks."""
+"""perceiver-pytorch: images of different sizes, compared with masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mcts: tree search whose leaves a network values."""
+"""mcts: tree search with a network that evaluates the leaves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE, ITERATIONS = 6, 12
 
 @dataclass(frozen=True)
 class Walk:
-    """The path so far on a grid of values, for a search of the best end."""
+    """A state of the search: the path so far on a grid of values, for the best final cell."""
 
     grid: Tensor
     network: nn.Module

@@ -1,4 +1,4 @@
-"""Pyro: probabilistic programs on data of different sizes, next to plates."""
+"""Pyro: probabilistic programs on data of different sizes, compared with plates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""qpth: a quadratic program as a layer (OptNet), next to its batches."""
+"""qpth: a quadratic program as a layer (OptNet), compared with the package's batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         quadratic = self.root @ self.root.T + 1e-3 * torch.eye(VARIABLES)
-        # Of what is one for all programs the package gives the mean of the gradients.
+        # The tensors that all programs share are expanded, because the package averages their
+        # gradients over the programs instead of adding them.
         shared = (t.expand(len(x), *t.shape) for t in (quadratic, self.sides, self.bounds))
         quadratics, sides, bounds = shared
         none = torch.empty(0)

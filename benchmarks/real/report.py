@@ -1,4 +1,4 @@
-"""The rows as Markdown."""
+"""Formats the rows as Markdown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def name(row: Row) -> str:
 
 
 def speed(rows: Sequence[Row], phase: str) -> str:
-    """Returns times, and how much faster the block and map are than eager and the package's own."""
+    """Returns times, and the speed-up of block and map over eager and the package's batching."""
     lines = []
     for row in rows:
         found = row.phases.get(phase)
@@ -61,7 +61,7 @@ def failures(rows: Sequence[Row]) -> str:
 
 
 def reasons(rows: Sequence[Row]) -> str:
-    """Returns the reasons of flushes, and the ops that are hardly batched."""
+    """Returns the reasons of flushes, and the ops whose batches are small."""
     lines = []
     for row in rows:
         for ours in OURS:
@@ -83,7 +83,7 @@ def reasons(rows: Sequence[Row]) -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Returns eager / ours, by kind ("training, block") and model."""
+    """Returns eager's time divided by ours, by kind ("training, block") and model."""
     return {
         f"{phase}, {ours}": {
             name(row): row.phases[phase].speed[ours][EAGER]

@@ -1,4 +1,4 @@
-"""rotary-embedding-torch: attention with rotary positions, next to padding."""
+"""rotary-embedding-torch: attention with rotary positions, compared with padding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""entmax: attention with few weights that are not zero, next to padding."""
+"""entmax: attention with few nonzero weights, compared with padding."""
 
 from __future__ import annotations
 

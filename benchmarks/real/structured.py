@@ -1,4 +1,4 @@
-"""torch-struct: distributions over chains and trees, next to their ``lengths``."""
+"""torch-struct: distributions over chains and trees, compared with the package's ``lengths``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def case(
     longest: int,
     infers: bool = True,
 ) -> Case:
-    """``score`` is called with potentials and lengths, and returns a number per sentence."""
+    """Makes a case. ``score`` takes potentials and lengths, and returns a number per sentence."""
 
     def one(h: Tensor) -> Tensor:
         return score(network(h[None]), torch.tensor([len(h)]))[0]

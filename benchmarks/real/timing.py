@@ -1,4 +1,4 @@
-"""Measures the variants of a case in turn, and the reasons of their flushes."""
+"""Measures the variants of a case in turn, and records the reasons of their flushes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from benchmarks.real.answers import BLOCK, OURS, what
 from benchmarks.real.case import Case, Maker
 
 MOST_ROUNDS, LEAST_ROUNDS = 15, 3
-# Steps of a variant in a row before those that count, within the time for a phase. The library
-# times the first blocks of a place both ways, deferred and eager (docs/guide.md).
+# Maximum and minimum number of warm-up steps of a variant within the time for a phase. The library
+# times the first blocks of a place in both modes, deferred and eager (docs/guide.md).
 MOST_WARM_UP, LEAST_WARM_UP = 16, 12
-# Steps of a variant in a row in a round, of which the last counts. With gradients the library times
-# a step from the start of one block to the start of the next. The other variants would be part of
-# that time. The number is odd, because the library may run a variant's blocks deferred and eager in
-# turn: then neither kind is always the last one before the other variants.
+# Number of consecutive steps of a variant in a round. Only the last step counts. With gradients,
+# the library times a step from the start of one block to the start of the next block. With only one
+# step per round, this time would include the other variants. The number is odd, because the library
+# may alternate deferred and eager blocks of a variant. So the last step of a round alternates too.
 IN_A_ROW = 3
 MANY, FEW = 8, 4  # ops with MANY batches of fewer than FEW calls are reported
 
@@ -31,13 +31,13 @@ MANY, FEW = 8, 4  # ops with MANY batches of fewer than FEW calls are reported
 class Phase:
     """A training step, or inference."""
 
-    milliseconds: dict[str, float] = field(default_factory=dict)  # medians, by variant
-    # Medians over the rounds of a variant's time by that of the block, and of the map.
+    milliseconds: dict[str, float] = field(default_factory=dict)  # median time of each variant
+    # Median over the rounds: a variant's time divided by the block's, and by the map's.
     speed: dict[str, dict[str, float]] = field(default_factory=dict)
     flushes: dict[str, int] = field(default_factory=dict)
-    reasons: dict[str, dict[str, int]] = field(default_factory=dict)  # how often
-    stages: dict[str, dict[str, float]] = field(default_factory=dict)  # milliseconds, medians
-    # Of a block: calls and batches of ops that have more than one batch for every few calls.
+    reasons: dict[str, dict[str, int]] = field(default_factory=dict)  # number of flushes by reason
+    stages: dict[str, dict[str, float]] = field(default_factory=dict)  # median milliseconds
+    # In a block: numbers of calls and batches of each op whose batches have only few calls.
     small_batches: dict[str, list[int]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     difference: float = 0.0
@@ -64,7 +64,7 @@ class Row:
 
 
 def measure(package: str, model: str, seconds: float) -> Row:
-    """Checks and times one model, for about this time. Failures are recorded in the row."""
+    """Checks one model, and times it for about ``seconds``. The row records failures."""
     row = Row(package, version(package), model)
     try:
         make = makers(package)[model]
@@ -122,7 +122,7 @@ def _warm_up(made: Case, variant: str, phase: str, seconds: float, result: Phase
     for turn in range(MOST_WARM_UP):
         step = answers.run(made, variant, phase)
         if step.report is not None and not result.flushes.get(variant):
-            _count(result, variant, step.report)  # of the first step that was deferred
+            _count(result, variant, step.report)  # from the first deferred step
         del step
         if turn + 1 >= LEAST_WARM_UP and clock() > end:
             break
@@ -150,7 +150,7 @@ def _count(result: Phase, variant: str, report: Any) -> None:
 
 
 def _short(site: str) -> str:
-    """Returns a file's path, beginning with its package."""
+    """Returns a file's path, starting with its package."""
     path, _, line = site.rpartition(":")
     parts = Path(path).parts
     if "site-packages" in parts:

@@ -1,4 +1,4 @@
-"""geomloss: Sinkhorn divergences of clouds of different sizes, next to weights of zero."""
+"""geomloss: Sinkhorn divergences of clouds of different sizes, compared with zero weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pytorch-tree-lstm: child-sum Tree-LSTMs, next to its own batching of trees."""
+"""pytorch-tree-lstm: child-sum Tree-LSTMs, compared with the package's batching of trees."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Classifier(nn.Module):
 
 
 def tree(nodes: int, draw: random.Random) -> dict[str, Tensor]:
-    """A random tree whose root is node 0."""
-    # The package wants the children of a node side by side.
+    """Makes a random tree whose root is node 0."""
+    # The package requires that a node's children are adjacent.
     edges = sorted([draw.randint(max(0, i - 4), i - 1), i] for i in range(1, nodes))
     node_order, edge_order = calculate_evaluation_orders(edges, nodes)
     return {

@@ -1,7 +1,8 @@
 """Throughput against latency: ``python -m benchmarks.serving --workload lstm --hidden 256``.
 
-First the peak of each server, with 256 requests under way; then Poisson arrivals at shares of graph
-batching's peak (``ab.map over windows``). ``--check 100000`` tests an engine with so many requests.
+Measures first the peak of each server, with 256 running requests. Then requests arrive as a Poisson
+process, at shares of the peak of graph batching (``ab.map over windows``). ``--check 100000`` tests
+an engine with 100000 requests.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def measure(name: str, hidden: int, options: argparse.Namespace) -> None:
     peaks = {}
     for key in names:
         server = SERVERS[key](workload, options.live)
-        peak(server, requests[:100], options.live)  # kernels are compiled, schedules found
+        peak(server, requests[:100], options.live)  # warm-up: compiles kernels and finds schedules
         count = 100 if key == "one" else len(requests)
         peaks[key] = peak(server, requests[:count], options.live)
         server.close()

@@ -1,8 +1,8 @@
-"""Whether an engine loses or mixes up requests: ``python -m benchmarks.serving --check 100000``.
+"""Tests that no request is lost or mixed up: ``python -m benchmarks.serving --check 100000``.
 
-Of each hundred requests one has a mistake, one runs out of time, and one is cancelled. The others
-are trees, sentences and generations of any length. Threads and an event loop submit them
-concurrently. Every result is compared with eager's, every end is counted, and so is memory.
+Of a hundred requests, one fails, one times out and one is cancelled. The others are trees,
+sentences and generations of any length. Threads and an event loop submit them concurrently. Every
+result is compared with eager mode, the ends of all requests are counted, and memory is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.serving.workloads import WORKLOADS, Workload
 
 HIDDEN = 32
 KINDS = ("lstm", "tree_lstm", "generate")
-KEPT = 300  # different requests of each kind, whose eager results are kept
+KEPT = 300  # number of different requests of each kind; their eager results are kept
 THREADS = 32
 LIMIT = 300.0  # seconds after which a request counts as lost
 
@@ -42,7 +42,7 @@ class Request:
     kind: str
     argument: Any = None
     expected: Any = None
-    answers: int = 0  # must be 1 at the end
+    answers: int = 0  # must be 1 when the check ends
 
 
 class Server(nn.Module):
@@ -61,7 +61,7 @@ class Server(nn.Module):
             return self.words(torch.tensor([9]))
         if kind in ("late", "cancelled"):
             x = torch.ones(3)
-            while True:  # reads a value at each step, and never ends by itself
+            while True:  # reads a value at each step; ends only by its time-out
                 x = self.loop(x).tanh()
                 if x.sum() > 1e9:
                     return x
@@ -97,7 +97,7 @@ def is_same(found: Any, expected: Any) -> bool:
 
 
 def is_right(request: Request, outcome: Any) -> bool:
-    """``outcome``: the result, or the exception."""
+    """Returns whether ``outcome`` (the result or the exception) is right."""
     if request.kind == "raises":
         return isinstance(outcome, MistakeError) and outcome.args == (request.number,)
     if request.kind == "fails in a batch":
@@ -113,7 +113,7 @@ class Clients:
     def __init__(self, engine: ab.Engine[Any]) -> None:
         self.engine = engine
         self.wrong: list[tuple[Request, Any]] = []
-        self.refusals: list[float] = []  # seconds that each took
+        self.refusals: list[float] = []  # duration of each refused submission, in seconds
 
     def submit(self, request: Request) -> Future[Any]:
         timeout = 0.05 if request.kind == "late" else LIMIT

@@ -1,4 +1,4 @@
-"""Load: as many requests as a server can handle, or requests at random times."""
+"""Creates load: as many requests as a server can handle, or requests at random times."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from benchmarks.serving.servers import Server
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    offered: float  # requests a second
-    served: float  # likewise
+    offered: float  # requests per second that are sent
+    served: float  # requests per second that are answered
     p50: float  # milliseconds
     p90: float
     p99: float

@@ -91,7 +91,7 @@ class OneByOne(Collecting):
 
 
 class Windows(Collecting):
-    """Graph batching, as DyNet and TensorFlow Fold serve: `ab.map` over what has come."""
+    """Graph batching, as with DyNet and TensorFlow Fold: `ab.map` over the waiting requests."""
 
     name = "ab.map over windows"
 
@@ -100,7 +100,7 @@ class Windows(Collecting):
 
 
 class Padded(Collecting):
-    """Pads requests of similar length. Runs the bucket whose first request is the oldest."""
+    """Pads requests of similar length. Runs the bucket that contains the oldest request."""
 
     name = "padded buckets"
     width = 10

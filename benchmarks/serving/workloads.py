@@ -1,6 +1,6 @@
 """Workloads: code for one request, hand-padded code for several, and random requests.
 
-Lengths are those of sentences in WMT's news tests: log-normal, mean 24, at most 330.
+Lengths are distributed as in WMT's news tests: log-normal, mean 24, at most 330.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Workload:
     name: str
     one: Callable[[Any], Any]
     request: Callable[[random.Random], Any]
-    size: Callable[[Any], int]  # that buckets go by
+    size: Callable[[Any], int]  # length that determines a request's bucket
     padded: Callable[[Sequence[Any]], list[Any]] | None = None
 
 
@@ -38,13 +38,13 @@ def sentence(rng: random.Random) -> Tensor:
 
 
 def pad(sentences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """[requests, longest] and the lengths [requests]."""
+    """Returns the padded words, [requests, longest], and the lengths, [requests]."""
     lengths = torch.tensor([len(s) for s in sentences])
     return nn.utils.rnn.pad_sequence(list(sentences), batch_first=True), lengths
 
 
 class Encoder(nn.Module):
-    """A classifier of sentences by an LSTM, step by step."""
+    """Classifies a sentence with an LSTM, step by step."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Encoder(nn.Module):
         return self.out(self.states(sentence)[0])[0]
 
     def padded_states(self, sentences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the states at the last word of each request, [requests, hidden] each."""
+        """Returns h and c at the last word of each request, both [requests, hidden]."""
         tokens, lengths = pad(sentences)
         x = self.words(tokens)
         h = c = x.new_zeros(len(sentences), x.shape[2])
@@ -83,8 +83,8 @@ def lstm(hidden: int) -> Workload:
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder that feeds back what it chose. As many words as the source has, as
-    in Gao et al.: weights are random."""
+    """An encoder, and a decoder whose input is its previous word. As in Gao et al., the output has
+    as many words as the source, because weights are random."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def translate(hidden: int) -> Workload:
 
 
 class TreeLstm(nn.Module):
-    """A binary Tree-LSTM: structure differs, so nothing can be padded."""
+    """A binary Tree-LSTM. Padding is not possible, because trees have different structures."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def num_leaves(tree: Any) -> int:
 
 
 def tree_lstm(hidden: int) -> Workload:
-    """Random trees with the lengths of treebank sentences: mean 19, at most 60."""
+    """Makes random trees with the lengths of treebank sentences: mean 19, at most 60."""
     model = TreeLstm(hidden).eval()
 
     def request(rng: random.Random) -> Any:

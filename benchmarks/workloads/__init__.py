@@ -1,4 +1,4 @@
-"""The workloads, one file a family."""
+"""The workloads, with one file for each family."""
 
 from benchmarks.workload import Workload
 from benchmarks.workloads.bag_of_words import BagOfSentences, BagOfWords

@@ -1,7 +1,7 @@
-"""Bag of words: a sentence's class from the sum of its words' embeddings.
+"""Bag of words: predicts a sentence's class from the sum of its words' embeddings.
 
-Neubig, Goldberg and Dyer 2017, section 5.1, use it as the case where there is least to compute: a
-word at a time each sum is an op, a sentence at a time it is one.
+Neubig, Goldberg and Dyer 2017, section 5.1, use it as the case with the least computation. Word by
+word, each addition is an op. With a sentence at a time, the sum is one op.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.workload import POOL, Sources, Workload, seed_everything
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A sentence: its words one by one, and all in one tensor."""
+    """A sentence, as a tensor for each word and as one tensor of all words."""
 
     words: list[Tensor]
     sentence: Tensor
@@ -40,7 +40,7 @@ class WordByWord(nn.Module):
         self.classifier = nn.Linear(hidden, CLASSES)
 
     def total(self, text: Text) -> Tensor:
-        """The sum of the words' embeddings, [1, H]."""
+        """Returns the sum of the words' embeddings, [1, H]."""
         first, *rest = text.words
         total: Tensor = self.embedding(first)
         for word in rest:
@@ -48,12 +48,12 @@ class WordByWord(nn.Module):
         return total
 
     def forward(self, text: Text) -> Tensor:
-        """The loss of one sentence."""
+        """Returns the loss of one sentence."""
         return F.cross_entropy(self.classifier(self.total(text)), text.target)
 
 
 class SentenceAtOnce(WordByWord):
-    """The same with a single lookup for the sentence."""
+    """Computes the same with a single lookup for the sentence."""
 
     def total(self, text: Text) -> Tensor:
         embedded: Tensor = self.embedding(text.sentence)

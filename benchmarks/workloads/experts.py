@@ -1,7 +1,7 @@
-"""Mixture of experts with hard routing: each word goes to one expert, by the word alone.
+"""Mixture of experts with hard routing: each word determines the one expert that processes it.
 
-The layer of Suarez and Zhu 2018 in a network for sentences; that the word decides is the routing of
-Roller et al. 2021 (arXiv:2106.04426). So no value has to be read to know the expert.
+The layer is from Suarez and Zhu 2018, here in a network for sentences. Routing by word is from
+Roller et al. 2021 (arXiv:2106.04426). So the expert is known without reading a value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPERTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """A sentence and its words' experts."""
+    """A sentence, and the expert of each word."""
 
     words: list[Tensor]
     experts: list[int]
@@ -49,7 +49,7 @@ class MixtureOfExperts(nn.Module):
         return x + self.experts[expert](x).relu()
 
     def forward(self, sentence: Routed) -> Tensor:
-        """The loss of one sentence."""
+        """Returns the loss of one sentence."""
         outputs = list(map(self.route, sentence.words, sentence.experts))
         return F.cross_entropy(self.classifier(torch.cat(outputs).mean(0, True)), sentence.target)
 
@@ -59,7 +59,7 @@ class Plan:
     words: Tensor  # [words], sorted by expert
     sentences: Tensor  # [words]
     used: list[int]  # experts that have words, in order
-    counts: list[int]  # how many each of them has
+    counts: list[int]  # number of words of each of these experts
     lengths: Tensor  # [sentences, 1]
     targets: Tensor
 

@@ -1,6 +1,6 @@
-"""Generation of trees whose shape the model decides as it goes: the doubly recurrent network of
-Alvarez-Melis and Jaakkola 2017, trained on its own decisions (the log-likelihood of a sample, as in
-REINFORCE with a return of 1)."""
+"""Generation of trees whose shape the model decides during generation: the doubly recurrent network
+of Alvarez-Melis and Jaakkola 2017. It is trained on its own decisions (the log-likelihood of a
+sample, as in REINFORCE with a return of 1)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from benchmarks import collate
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
 from benchmarks.workloads.generation import LATENT, DoublyRecurrent
 
-DEPTH = 6  # nodes below have no children
-BREADTH = 4  # the most children of a node
-MOST = 40  # nodes of a tree, after which none has children or a next sibling
+DEPTH = 6  # nodes at this depth have no children
+BREADTH = 4  # maximum number of children of a node
+MOST = 40  # after this number of nodes, no node has children or a next sibling
 
 
-WIDTH, BIAS = 3.0, 0.2  # of what decides, before training
+WIDTH, BIAS = 3.0, 0.2  # scale and bias of the decisions before training
 
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """What a tree grows from: [1, LATENT]."""
+    """The vector from which a tree is generated, [1, LATENT]."""
 
     latent: Tensor
 
@@ -41,7 +41,7 @@ class FreeGenerator(DoublyRecurrent):
         ]
 
     def forward(self, seed: Seed) -> Tensor:  # type: ignore[override]
-        """The sum of the losses of all nodes of one tree."""
+        """Returns the sum of the losses of all nodes of one tree."""
         losses: list[Tensor] = []
         self.grow(self.start(seed.latent).tanh(), self.no_sibling, 0, 1, losses)
         return torch.stack(losses).sum()
@@ -68,7 +68,7 @@ class FreeGenerator(DoublyRecurrent):
 
 @dataclass
 class Frame:
-    """A node that is not generated yet: rows of memory."""
+    """A node that has not been generated yet. ``above`` and ``before`` are rows of memory."""
 
     above: int
     before: int
@@ -77,18 +77,18 @@ class Frame:
 
 
 class Lockstep:
-    """Grows all trees with hand-written batches, one node of each tree at a time."""
+    """Generates all trees with hand-written batches, one node of each tree at a time."""
 
     def __init__(self, model: FreeGenerator, plan: Sequence[Seed]) -> None:
         self.model = model
         roots = model.start(torch.cat([seed.latent for seed in plan])).tanh()
-        self.memory = torch.cat([model.no_sibling, roots])  # states that nodes to come start from
+        self.memory = torch.cat([model.no_sibling, roots])  # states from which later nodes start
         self.stacks = [[Frame(1 + k, 0, 0, 1)] for k in range(len(plan))]
-        self.live = list(range(len(plan)))  # the trees that still grow
+        self.live = list(range(len(plan)))  # the trees that are not complete
         self.counts = [0] * len(plan)
 
     def step(self) -> Tensor:
-        """Makes a node of each live tree. Returns the losses of the nodes, [live]."""
+        """Generates a node of each live tree. Returns the losses of these nodes, [live]."""
         model, memory = self.model, self.memory
         frames = [self.stacks[k].pop() for k in self.live]
         above = memory.index_select(0, collate.tensor([f.above for f in frames]))
@@ -132,14 +132,14 @@ class Lockstep:
         return down, along
 
     def push_children(self, frames: list[Frame], places: list[int], row: int) -> None:
-        """Adds the first children of the nodes at some places. Their states begin at a row."""
+        """Adds the first children of the nodes at ``places``. Their states begin at ``row``."""
         for place, i in enumerate(places, start=row):
             self.stacks[self.live[i]].append(Frame(place, 0, frames[i].depth + 1, 1))
 
     def push_siblings(
         self, frames: list[Frame], places: list[int], row: int, down: list[bool]
     ) -> None:
-        """Adds the next siblings of the nodes at some places, after all that is below the nodes."""
+        """Adds the next siblings of the nodes at ``places``, after the nodes' descendants."""
         for place, i in enumerate(places, start=row):
             f, stack = frames[i], self.stacks[self.live[i]]
             below = stack.pop() if down[i] else None
@@ -148,7 +148,7 @@ class Lockstep:
                 stack.append(below)
 
     def keep_used(self, fresh: list[Tensor]) -> None:
-        """Keeps only the states that are still to be read."""
+        """Keeps only the states that are needed later."""
         stacks = [self.stacks[k] for k in self.live]
         used = sorted({row for stack in stacks for f in stack for row in (f.above, f.before)})
         used = sorted({0, *used})
@@ -160,7 +160,7 @@ class Lockstep:
 
 
 def following(cell: nn.Module, places: list[int], embedded: Tensor, states: Tensor) -> Tensor:
-    """Returns the states that a cell computes from the nodes at some places."""
+    """Returns the states that a cell computes from the nodes at ``places``."""
     rows = collate.tensor(places)
     return cell(embedded.index_select(0, rows), states.index_select(0, rows))
 
@@ -175,13 +175,13 @@ class FreeTreeGeneration(Workload):
     def __init__(self, hidden: int, sources: Sources, seed: int) -> None:
         seed_everything(seed)
         self.model = FreeGenerator(hidden)
-        with torch.no_grad():  # so that trees differ
+        with torch.no_grad():  # makes the trees differ
             self.model.topology.weight.mul_(WIDTH)
             self.model.topology.bias.fill_(BIAS)
         self.examples = [Seed(4 * torch.randn(1, LATENT)) for _ in range(POOL)]
 
     def collate(self, minibatch: Sequence[Seed]) -> Sequence[Seed]:
-        """What can be prepared depends on the decisions."""
+        """Prepares nothing, because all work depends on the decisions."""
         return minibatch
 
     def hand(self, plan: Sequence[Seed]) -> Tensor:

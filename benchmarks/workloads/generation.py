@@ -23,7 +23,7 @@ EMBEDDING = 128
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tree to generate from a latent vector [1, LATENT]; parents come before children."""
+    """A tree to generate from a latent vector [1, LATENT]. Parents precede children."""
 
     latent: Tensor
     labels: list[Tensor]
@@ -31,10 +31,10 @@ class Target:
     topology: list[Tensor]  # [1, 2]: whether a node has children, and a next sibling
     label_ids: Ids
     topology_rows: Ids  # [nodes, 2]
-    parent: Ids  # of the root -1
-    sibling: Ids  # the previous one, or -1
+    parent: Ids  # -1 for the root
+    sibling: Ids  # the previous sibling, or -1
     depth: Ids
-    place: Ids  # among its siblings
+    place: Ids  # position among its siblings
 
 
 class DoublyRecurrent(nn.Module):
@@ -53,7 +53,7 @@ class DoublyRecurrent(nn.Module):
         self.topology = nn.Linear(hidden, 2)
 
     def forward(self, tree: Target) -> Tensor:
-        """The sum of the losses of all nodes of one tree."""
+        """Returns the sum of the losses of all nodes of one tree."""
         losses: list[Tensor] = []
         root_state = self.start(tree.latent).tanh()
         self.generate(tree, 0, root_state, self.no_sibling, losses)
@@ -77,7 +77,7 @@ class DoublyRecurrent(nn.Module):
 
 
 def random_tree(draw: Random, nodes: int) -> list[list[int]]:
-    """Returns the children of each node, parents first, in geometrically distributed numbers."""
+    """Returns the children of each node, parents first. Their numbers are geometric."""
     children: list[list[int]] = [[]]
     frontier = [0]
     while len(children) < nodes:
@@ -93,11 +93,11 @@ def random_tree(draw: Random, nodes: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Chains:
-    """Chains of states, level by level. A state is computed from one of the previous level."""
+    """Chains of states, by level. A state is computed from a state of the previous level."""
 
     labels: Tensor  # [states]: ids of the inputs
-    sizes: list[int]  # states of each level
-    sources: list[Tensor]  # of each level: rows of the level before
+    sizes: list[int]  # number of states in each level
+    sources: list[Tensor]  # for each level: rows of the previous level
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,17 @@ class Plan:
     latents: Tensor
     down: Chains
     along: Chains
-    above: Tensor  # [nodes]: rows of root states followed by those of `down`
-    before: Tensor  # [nodes]: 0 is no sibling, then those of `along`
+    above: Tensor  # [nodes]: rows of the concatenation of root states and states of `down`
+    before: Tensor  # [nodes]: 0 is no sibling, then states of `along`
     labels: Tensor
     topology: Tensor
     trees: Tensor
 
 
 def chains(level: Ids, source: Ids, labels: Ids, first: Ids) -> tuple[Chains, Ids]:
-    """Chains of states, -1 being those that exist before: `first` says which row each starts from.
+    """Returns chains of states. If `source` is -1, a state starts from the initial row `first`.
 
-    Also gives each state's row, in the order of levels.
+    Also returns the row of each state in the order of levels.
     """
     order = np.argsort(level, kind="stable")
     row = np.empty(len(order), dtype=np.int64)
@@ -175,7 +175,7 @@ class TreeGeneration(Workload):
         sibling = np.where(sibling < 0, -1, sibling + offsets)
 
         def over(nodes: Ids, links: Ids, level: Ids, first: Ids) -> tuple[Chains, Ids]:
-            """Returns chains over some of the nodes and, by node, the row of its state."""
+            """Returns chains over some nodes, and the row of each node's state."""
             number = np.full(len(labels), -1)
             number[nodes] = np.arange(len(nodes))
             source = np.where(links[nodes] < 0, -1, number[links[nodes]])

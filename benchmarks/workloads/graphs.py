@@ -1,5 +1,5 @@
-"""Graph network: mean aggregation (Hamilton, Ying and Leskovec 2017, arXiv:1706.02216) over random
-graphs of 10 to 60 nodes, by plain torch ops."""
+"""A graph network of ordinary PyTorch ops: mean aggregation (Hamilton, Ying and Leskovec 2017,
+arXiv:1706.02216) over random graphs of 10 to 60 nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes' features [n, FEATURES], and edges [2, e] from the first row to the second."""
+    """Features of nodes [n, FEATURES], and edges [2, e] from the first row to the second row."""
 
     features: Tensor
     edges: Tensor
@@ -34,7 +34,7 @@ class Graph:
 
 
 class GraphNetwork(nn.Module):
-    """Adds the mean over its edges to each node. Averages the nodes at the end."""
+    """Each layer adds to a node the mean over its edges. At the end, all nodes are averaged."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GraphNetwork(nn.Module):
         self.classifier = nn.Linear(hidden, CLASSES)
 
     def nodes(self, h: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        """The nodes' states after all layers, [n, H]."""
+        """Returns the nodes' states after all layers, [n, H]."""
         degree = torch.zeros(len(h)).index_add(0, end, torch.ones(len(end)))
         scale = degree.clamp(min=1).reciprocal().unsqueeze(1)
         for own, neighbours in zip(self.own, self.neighbours, strict=True):
@@ -55,7 +55,7 @@ class GraphNetwork(nn.Module):
         return h
 
     def forward(self, graph: Graph) -> Tensor:
-        """The loss of one graph."""
+        """Returns the loss of one graph."""
         begin, end = graph.edges
         pooled = self.nodes(graph.features, begin, end).mean(0, keepdim=True)
         return F.cross_entropy(self.classifier(pooled), graph.target)
@@ -68,7 +68,7 @@ class Plan:
     features: Tensor
     begin: Tensor
     end: Tensor
-    graphs: Tensor  # [nodes]: which graph each belongs to
+    graphs: Tensor  # [nodes]: the graph of each node
     sizes: Tensor  # [graphs]
     targets: Tensor
 

@@ -1,5 +1,6 @@
-"""A parser that picks its next action itself: stack LSTMs (Dyer et al. 2015, arXiv:1505.08075),
-greedy, and trained where its own mistakes lead it (Goldberg and Nivre 2012)."""
+"""A greedy parser with stack LSTMs (Dyer et al. 2015, arXiv:1505.08075). It chooses each action
+itself, and is trained on the configurations that its own actions reach (Goldberg and Nivre
+2012)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ State = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """Words, and the head of each; -1 is the root's."""
+    """Words, and the head of each word (-1 for the root)."""
 
     words: list[Tensor]
     heads: list[int]
@@ -34,13 +35,13 @@ class Sentence:
 
 
 class Configuration:
-    """Stack and buffer of one sentence, as positions of words; arc-standard."""
+    """Stack and buffer of one sentence in an arc-standard parser, as positions of words."""
 
     def __init__(self, heads: list[int]) -> None:
         self.heads = heads
         self.stack: list[int] = []
         self.next = 0
-        self.waiting = [0] * len(heads)  # dependents that have no arc yet
+        self.waiting = [0] * len(heads)  # number of dependents without an arc
         for head in heads:
             if head >= 0:
                 self.waiting[head] += 1
@@ -49,7 +50,7 @@ class Configuration:
         return self.next == len(self.heads) and len(self.stack) == 1
 
     def only(self) -> int | None:
-        """Returns the only possible action, if there is only one."""
+        """Returns the only possible action, or None if there are several."""
         return SHIFT if len(self.stack) < 2 else None
 
     def may_shift(self) -> bool:
@@ -97,16 +98,16 @@ class GreedyParserModel(nn.Module):
         self.ids = id_tensors(3)
 
     def forward(self, sentence: Sentence) -> Tensor:
-        """The sum of the losses of all actions of one sentence."""
+        """Returns the sum of the losses of all actions of one sentence."""
         words = [self.words(word) for word in sentence.words]
-        buffer = [self.no_buffer]  # states, that of the next word last
+        buffer = [self.no_buffer]  # states; the last one is for the next word
         state: State | None = None
         for word in reversed(words):
             state = self.buffer_cell(word, state)
             buffer.append(state[0])
 
         at = Configuration(sentence.heads)
-        stack: list[tuple[Tensor, State]] = []  # vectors, and the LSTM's state above each
+        stack: list[tuple[Tensor, State]] = []  # each item: a vector, and the LSTM's state after it
         history: State | None = None
         losses = []
         while not at.is_final():
@@ -155,16 +156,16 @@ def random_heads(draw: Random, words: int) -> list[int]:
 class Moves:
     """The entries that the actions of one step use. Shifts come first, then arcs."""
 
-    order: list[int]  # by row of this step, the sentence's place in `live`
+    order: list[int]  # for each row of this step: the sentence's position in `live`
     shifted: list[int]  # rows of words
     pairs: list[int]  # rows of memory, two for each arc
-    below: list[int]  # by row of this step, what is below on the stack: a row of memory
+    below: list[int]  # for each row of this step: row of memory of the item below it
 
 
 class Lockstep:
-    """Parses all sentences with hand-written batches, one action of each at a time.
+    """Parses all sentences with hand-written batches, one action of each sentence at a time.
 
-    The stacks' vectors and states are rows of a memory; row 0 is that of an empty stack.
+    The stacks' vectors and states are rows of ``memory``. Row 0 is for an empty stack.
     """
 
     def __init__(self, model: GreedyParserModel, plan: Sequence[Sentence]) -> None:
@@ -174,8 +175,8 @@ class Lockstep:
         self.hidden = model.no_stack.shape[1]
         self.bias = model.stack_cell.bias_ih + model.stack_cell.bias_hh
         self.ats = [Configuration(s.heads) for s in plan]
-        self.live = sorted(range(len(plan)), key=lambda k: -counts[k])  # those that still act
-        self.stacks: list[list[int]] = [[] for _ in plan]  # rows of memory; 0 is none
+        self.live = sorted(range(len(plan)), key=lambda k: -counts[k])  # those with actions left
+        self.stacks: list[list[int]] = [[] for _ in plan]  # rows of memory; 0 means no item
         self.vectors = self.words.new_zeros(1, EMBEDDING)
         self.states = self.words.new_zeros(1, 2 * self.hidden)
         self.no_top = F.pad(model.no_stack, (0, self.hidden))
@@ -193,13 +194,13 @@ class Lockstep:
         self.fronts = torch.cat([model.no_buffer, buffer])
         row = np.empty(len(packed.order), dtype=np.int64)
         row[packed.order] = np.arange(len(packed.order))
-        ends = np.cumsum(counts)  # the last of the backward words is the sentence's first
+        ends = np.cumsum(counts)  # the last word in reverse order is the first word of the sentence
         self.word_row = [
             row[end - n : end][::-1].tolist() for end, n in zip(ends, counts, strict=True)
         ]
 
     def scores(self) -> Tensor:
-        """The scores of all actions, [live, 3]."""
+        """Returns the scores of all actions, [live, 3]."""
         model, ats, stacks, word_row = self.model, self.ats, self.stacks, self.word_row
         tops = collate.tensor([stacks[k][-1] if stacks[k] else 0 for k in self.live])
         front = collate.tensor(
@@ -211,7 +212,7 @@ class Lockstep:
         return model.score(model.summary(features).relu())
 
     def wanted(self) -> Tensor:
-        """The actions that do the least harm, [live]."""
+        """Returns the actions that lose the fewest true arcs, [live]."""
         return collate.tensor([self.ats[k].wanted() for k in self.live])
 
     def choose(self, scores: Tensor) -> list[int]:
@@ -226,7 +227,7 @@ class Lockstep:
         return [b if f is None else f for b, f in zip(best, forced, strict=True)]
 
     def remember(self, actions: list[int]) -> Tensor:
-        """Steps the LSTM over actions. Returns the embedded actions."""
+        """Runs a step of the LSTM over actions. Returns the embedded actions."""
         embedded = self.model.actions(collate.tensor(actions))
         if self.first:
             self.past, self.history_c = self.model.action_cell(embedded)
@@ -238,7 +239,7 @@ class Lockstep:
         return embedded
 
     def move(self, actions: list[int]) -> Moves:
-        """Applies the actions to the configurations, and pops what they use from the stacks."""
+        """Applies the actions to the configurations. Pops the items that actions use."""
         ats, live, stacks = self.ats, self.live, self.stacks
         order = sorted(range(len(live)), key=lambda i: actions[i] != SHIFT)
         moves = Moves(order, [], [], [])
@@ -264,7 +265,7 @@ class Lockstep:
         return torch.cat(pushed) if len(pushed) > 1 else pushed[0]
 
     def stack_states(self, moves: Moves, vector: Tensor) -> State:
-        """The states of the stacks' LSTM above the new vectors."""
+        """Returns the states of the stacks' LSTM after the new vectors."""
         cell = self.model.stack_cell
         h, c = self.states.index_select(0, collate.tensor(moves.below)).chunk(2, dim=-1)
         gates = torch.addmm(self.bias, vector, cell.weight_ih.t())
@@ -273,7 +274,7 @@ class Lockstep:
         return o.sigmoid() * c.tanh(), c
 
     def push(self, moves: Moves, vector: Tensor, state: State) -> None:
-        """Puts the new rows on the stacks. Keeps the rows of sentences that still act."""
+        """Pushes the new rows on the stacks. Keeps the rows of sentences that have actions left."""
         live, stacks = self.live, self.stacks
         going_on = [i for i, k in enumerate(live) if not self.ats[k].is_final()]
         size = len(self.vectors)
@@ -315,7 +316,7 @@ class GreedyParser(Workload):
             self.examples.append(Sentence([words[i] for i in ids], heads, ids))
 
     def collate(self, minibatch: Sequence[Sentence]) -> Sequence[Sentence]:
-        """What can be prepared depends on the actions."""
+        """Prepares nothing, because all work depends on the actions."""
         return minibatch
 
     def hand(self, plan: Sequence[Sentence]) -> Tensor:

@@ -1,5 +1,5 @@
-"""Lattice LSTM: Zhang and Yang 2018 (arXiv:1805.02023). An LSTM over characters where a word found
-in a lexicon is a path of its own from its first character to its last."""
+"""Lattice LSTM: Zhang and Yang 2018 (arXiv:1805.02023). An LSTM over characters. A word that is in
+a lexicon is a separate path from its first to its last character."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.workload import POOL, Sources, Workload, seed_everything
 CHARACTERS = 2000
 TAGS = 9
 EMBEDDING = 64
-LONGEST = 4  # characters of a word; the shortest has two
+LONGEST = 4  # maximum characters of a word; the minimum is two
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Lattice:
 
     characters: list[Tensor]
     tags: list[Tensor]
-    words: list[list[tuple[int, Tensor]]]  # at each character: where a word starts, and its id
+    words: list[list[tuple[int, Tensor]]]  # words that end at a character: start, id
     character_ids: Ids
     tag_ids: Ids
-    arcs: Ids  # [3, words]: start, end, id; in order of the ends
+    arcs: Ids  # [3, words]: start, end, id, sorted by end
 
 
 class LatticeTagger(nn.Module):
-    """Equations 10 to 15: a character's cell is a weighted mean of its own and the words'."""
+    """Equations 10 to 15: a character's memory cell is a mean of its cell and words' cells."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class LatticeTagger(nn.Module):
         self.tagger = nn.Linear(hidden, TAGS)
 
     def word_cell(self, word: Tensor, state: tuple[Tensor, Tensor]) -> Tensor:
-        """The memory cell [1, H] of a word that starts at the character with this state."""
+        """Returns the memory cell [1, H] of a word that starts at the character with this state."""
         h, c = state
         gates = self.word_input(self.words(word)) + self.word_recurrent(h)
         i, f, g = gates.chunk(3, dim=-1)
         return f.sigmoid() * c + i.sigmoid() * g.tanh()
 
     def forward(self, lattice: Lattice) -> Tensor:
-        """The sum of the losses at the characters of one sentence."""
+        """Returns the sum of the losses at the characters of one sentence."""
         states: list[tuple[Tensor, Tensor]] = []
         losses = []
         zeros = torch.zeros(1, self.hidden)
@@ -83,7 +83,7 @@ class LatticeTagger(nn.Module):
 
 
 def lexicon_matches(draw: Random, characters: int) -> list[tuple[int, int]]:
-    """Starts and ends of words, about one for two characters (Zhang and Yang's data: 44, 23)."""
+    """Returns starts and ends of words: a word per two characters (in the data: 44, 23)."""
     return [
         (end - size + 1, end)
         for end in range(1, characters)
@@ -97,14 +97,14 @@ def lexicon_matches(draw: Random, characters: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Step:
-    """One character of each sentence that is long enough. Sentences with words come first."""
+    """One character of each sentence that is long enough, first those where a word ends."""
 
     size: int
     words: int
-    with_words: int  # characters at which a word ends
+    with_words: int  # number of characters at which a word ends
     sources: Tensor  # [words]: rows of the states of the last LONGEST - 1 steps, latest first
-    owners: Tensor  # [words]: row of the character at which each ends
-    previous: Tensor  # [size]: rows of the step before
+    owners: Tensor  # [words]: row of the character at which each word ends
+    previous: Tensor  # [size]: rows of the previous step
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,11 @@ class LatticeLSTM(Workload):
         order = np.lexsort((~has_word, time))
         sizes = np.bincount(time)
         starts = np.cumsum(sizes) - sizes
-        row = np.empty(len(order), dtype=np.int64)  # within its step
+        row = np.empty(len(order), dtype=np.int64)  # row of a character within its step
         row[order] = np.arange(len(order)) - np.repeat(starts, sizes)
-        # The states that a word may start from: those of the last steps, latest first.
+        # A word may start from the states of the last steps. The latest step is first.
         padded = np.concatenate([np.zeros(LONGEST, dtype=np.int64), sizes])
-        before = np.zeros((LONGEST, len(sizes)), dtype=np.int64)  # [back, step]: rows before it
+        before = np.zeros((LONGEST, len(sizes)), dtype=np.int64)  # [back, step]: earlier rows
         for back in range(2, LONGEST):
             before[back] = before[back - 1] + padded[LONGEST - back + 1 :][: len(sizes)]
         word_order = np.lexsort((row[offsets[owner] + end], end))
@@ -208,7 +208,7 @@ class LatticeLSTM(Workload):
         x = model.characters(plan.characters)
         sizes = [step.size for step in plan.steps]
         words = model.word_input(model.words(plan.words)).split([s.words for s in plan.steps])
-        states: list[Tensor] = []  # of each step: h beside c, [n, 2H]
+        states: list[Tensor] = []  # for each step: h and c concatenated, [n, 2H]
         for step, gates, link, word in zip(
             plan.steps,
             model.input(x).split(sizes),
@@ -244,7 +244,7 @@ class LatticeLSTM(Workload):
         w_i, w_f = gates[:, : 2 * hidden].sigmoid().chunk(2, dim=-1)
         cells = w_f * c + w_i * gates[:, 2 * hidden :].tanh()
         links = torch.addmm(link.index_select(0, step.owners), cells, model.link_cell.weight.t())
-        weights = links.sigmoid().exp()  # between 1 and e: no maximum to subtract
+        weights = links.sigmoid().exp()  # between 1 and e, so no maximum is subtracted
         own = i.exp()
         total = own.index_add(0, step.owners, weights)
         return (own * g).index_add(0, step.owners, weights * cells) / total

@@ -24,14 +24,14 @@ class MatrixVectorRNN(nn.Module):
         self.size = size
         self.vector = nn.Embedding(vocabulary, size)
         self.matrix = nn.Embedding(vocabulary, size * size)
-        with torch.no_grad():  # as in the paper: the identity and a little noise
+        with torch.no_grad():  # the identity and a little noise, as in the paper
             self.matrix.weight.mul_(0.01).add_(torch.eye(size).flatten())
         self.w = nn.Parameter(torch.randn(size, 2 * size) / (2 * size) ** 0.5)
         self.w_matrix = nn.Parameter(torch.randn(size, 2 * size) / (2 * size) ** 0.5)
         self.classifier = nn.Linear(size, classes)
 
     def leaf(self, word: Tensor) -> tuple[Tensor, Tensor]:
-        """A word's vector [N, 1] and matrix [N, N]."""
+        """Returns a word's vector [N, 1] and matrix [N, N]."""
         return (
             self.vector(word).view(self.size, 1),
             self.matrix(word).view(self.size, self.size),
@@ -40,17 +40,17 @@ class MatrixVectorRNN(nn.Module):
     def node(
         self, left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The vector and the matrix of a phrase."""
+        """Returns the vector and the matrix of a phrase."""
         (a, A), (b, B) = left, right
         p = (self.w @ torch.cat([B @ a, A @ b])).tanh()
         return p, self.w_matrix @ torch.cat([A, B])
 
     def node_loss(self, p: Tensor, target: Tensor) -> Tensor:
-        """The loss at a node with vector ``p``, of shape []."""
+        """Returns the loss at a node with vector ``p``, of shape []."""
         return F.cross_entropy(self.classifier(p.t()), target)
 
     def forward(self, tree: Tree) -> Tensor:
-        """The sum of the losses at the nodes of one tree."""
+        """Returns the sum of the losses at the nodes of one tree."""
         states: list[tuple[Tensor, Tensor]] = []
         losses = []
         for word, children, target in zip(tree.symbols, tree.children, tree.targets, strict=True):
@@ -92,7 +92,7 @@ class MatrixVector(Workload):
         )
 
     def hand(self, plan: Plan) -> Tensor:
-        # Vectors are rows, and matrices transposed, so that W [A; B] of a level is one product.
+        # Vectors are rows and matrices are transposed, so that W [A; B] of a level is one product.
         model, n = self.model, self.model.size
         leaves = [level.leaves for level in plan.forest.levels]
         words = model.vector(plan.words)

@@ -1,5 +1,6 @@
 """Neural modules chosen by a program: the execution engine of Johnson et al. 2017 (IEP,
-arXiv:1705.03633). A program is a tree of functions, each a residual block of convolutions."""
+arXiv:1705.03633). A program is a tree of functions. Each function is a residual block of
+convolutions."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from benchmarks.data import Tree, id_tensors, make_tree
 from benchmarks.workload import Sources, Workload, seed_everything
 
 UNARY, BINARY = 30, 9
-SIDE = 14  # of the image's features
+SIDE = 14  # height and width of the image's features
 IMAGE = 64  # channels of the image's features
 ANSWERS = 28
 POOL = 256
@@ -29,8 +30,8 @@ POOL = 256
 class Question:
     """An image's features [1, IMAGE, SIDE, SIDE], a program and the answer.
 
-    The symbol of a node is its function: below UNARY it has one argument, else two; leaves are the
-    image.
+    The symbol of a node is its function. Functions below UNARY have one argument, others have two.
+    Leaves are the image.
     """
 
     image: Tensor
@@ -52,7 +53,7 @@ class Unary(nn.Module):
 
 
 class Binary(nn.Module):
-    """Joins two arguments, then a residual block."""
+    """Combines two arguments, followed by a residual block."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -77,12 +78,12 @@ class ExecutionEngine(nn.Module):
         self.answer = nn.Linear(32 * (SIDE // 2) ** 2, ANSWERS)
 
     def classify(self, x: Tensor) -> Tensor:
-        """The scores of the answers, from the features [n, C, SIDE, SIDE]."""
+        """Returns the scores of the answers from the features [n, C, SIDE, SIDE]."""
         scores: Tensor = self.answer(F.max_pool2d(self.head(x).relu(), 2).flatten(1))
         return scores
 
     def forward(self, question: Question) -> Tensor:
-        """The loss of one question."""
+        """Returns the loss of one question."""
         image = self.stem(question.image).relu()
         values: list[Tensor] = []
         for function, arguments in zip(question.functions, question.program.children, strict=True):
@@ -94,7 +95,7 @@ class ExecutionEngine(nn.Module):
 
 
 def program(draw: Random) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Chains of unary functions from the image, joined by binary ones; 2 to 20 functions."""
+    """Returns chains of unary functions combined by binary functions: 2 to 20 functions."""
     functions: list[int] = []
     children: list[tuple[int, ...]] = []
 
@@ -119,10 +120,10 @@ def program(draw: Random) -> tuple[list[int], list[tuple[int, ...]]]:
 class Plan:
     images: Tensor
     forest: collate.Forest
-    runs: list[list[tuple[int, int]]]  # of each level: function and how many nodes, in order
-    trees: list[Tensor]  # of each level: the trees of its leaves
+    runs: list[list[tuple[int, int]]]  # for each level: functions, and their numbers of nodes
+    trees: list[Tensor]  # for each level: the trees of its leaves
     targets: Tensor
-    roots: Tensor  # by tree, its row in the last level
+    roots: Tensor  # for each tree: its row in the last level
 
 
 class NeuralModules(Workload):

@@ -1,5 +1,5 @@
-"""Transition parser with stack LSTMs: Dyer et al. 2015 (arXiv:1505.08075), arc-standard, oracle
-actions."""
+"""An arc-standard transition parser with stack LSTMs, trained on oracle actions: Dyer et al. 2015
+(arXiv:1505.08075)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.data import VOCABULARY, Ids, id_tensors, length, word_ids
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
 
 RELATIONS = 12
-ACTIONS = 1 + 2 * RELATIONS  # shift; left and right arcs, each with a relation
+ACTIONS = 1 + 2 * RELATIONS  # shift, and left and right arcs for each relation
 SHIFT = 0
 EMBEDDING = 128
 ACTION_EMBEDDING = 32
@@ -37,7 +37,7 @@ class Derivation:
 
 
 class StackLSTMParser(nn.Module):
-    """Scores each action of a derivation. E is the embedding's size, H that of all three LSTMs."""
+    """Scores each action of a derivation. E: size of embeddings, H: hidden size of the LSTMs."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -59,20 +59,20 @@ class StackLSTMParser(nn.Module):
         return F.cross_entropy(self.score(features), action)
 
     def composition(self, head: Tensor, dependent: Tensor, action: Tensor) -> Tensor:
-        """The vector [1, E] of a head with one more dependent."""
+        """Returns the vector [1, E] of a head with one more dependent."""
         return self.compose(torch.cat([head, dependent, action], dim=-1)).tanh()
 
     def forward(self, sentence: Derivation) -> Tensor:
-        """The sum of the losses of all actions of one sentence."""
+        """Returns the sum of the losses of all actions of one sentence."""
         words = [self.words(word) for word in sentence.words]
-        buffer = [self.no_buffer]  # states, that of the next word last
+        buffer = [self.no_buffer]  # states; the last one is for the next word
         state: State | None = None
         for word in reversed(words):
             state = self.buffer_cell(word, state)
             buffer.append(state[0])
         words.reverse()
 
-        stack: list[tuple[Tensor, State]] = []  # vectors, and the LSTM's state above each
+        stack: list[tuple[Tensor, State]] = []  # each item: a vector, and the LSTM's state after it
         history: State | None = None
         losses = []
         for action, action_id in zip(sentence.actions, sentence.action_ids, strict=True):
@@ -94,7 +94,7 @@ class StackLSTMParser(nn.Module):
 
 
 def derivation(draw: Random, words: int) -> list[int]:
-    """Returns random actions that leave one item: shift (0), left (odd) and right arcs (even)."""
+    """Returns random actions that leave one item: shift (0), left arc (odd), right arc (even)."""
     actions: list[int] = []
     depth, waiting = 0, words
     while waiting or depth > 1:
@@ -112,21 +112,22 @@ def derivation(draw: Random, words: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """One action of each sentence that still has one. Shifts come first, then arcs.
+    """One action of each sentence that has actions left. Shifts come first, then arcs.
 
-    ``keep`` are the rows of memory followed by this step's that later steps will read.
+    ``keep`` contains the rows that later steps read, in the concatenation of memory and this step's
+    rows.
     """
 
     shifts: int
     arcs: int
-    below: Tensor  # [shifts + arcs]: rows of memory, of the state under the new item; 0 is none
-    pairs: Tensor  # [2 * arcs]: rows of memory, head and dependent
+    below: Tensor  # [shifts + arcs]: rows of memory: state under the new item; 0: no item
+    pairs: Tensor  # [2 * arcs]: rows of memory of head and dependent
     keep: Tensor
 
 
 @dataclass(frozen=True)
 class Plan:
-    words: Tensor  # [words], from the last of each sentence to its first, packed
+    words: Tensor  # [words]: packed, from the last to the first word of a sentence
     word_batch_sizes: list[int]
     shifted: Tensor  # rows of the packed words, in the order of the shifts
     arc_actions: Tensor  # ids, in the order of the arcs
@@ -134,9 +135,9 @@ class Plan:
     action_batch_sizes: list[int]
     action_sentences: Tensor
     steps: list[Step]
-    tops: Tensor  # by packed action: row of the stack's states; 0 is the empty stack
-    fronts: Tensor  # row of the buffer's states; 0 is the empty buffer
-    pasts: Tensor  # row of the history's states; 0 is no action yet
+    tops: Tensor  # for each packed action: row of the stack's states; 0: empty stack
+    fronts: Tensor  # rows of the buffer's states; 0: empty buffer
+    pasts: Tensor  # rows of the history's states; 0: no action yet
     size: int
 
 
@@ -147,7 +148,7 @@ class _Simulation:
         self.minibatch, self.order = minibatch, order
         self.stacks: list[list[int]] = [[] for _ in minibatch]  # numbers of items
         self.shifted: list[list[int]] = [[] for _ in minibatch]
-        self.items = 1  # item 0 is no item
+        self.items = 1  # number 0 means no item
         self.tops: list[int] = []  # in the packed order of the actions
         self.fronts: list[tuple[int, int]] = []  # sentence, words shifted
         self.words: list[tuple[int, int]] = []
@@ -187,7 +188,7 @@ class _Simulation:
         self.raw.append((below, pairs, live))
 
     def steps(self) -> list[Step]:
-        """The steps, with rows of memory in place of items' numbers."""
+        """Returns the steps, in which rows of memory replace the numbers of items."""
         row = [0] * self.items
         first, steps, size = 1, [], 1
         for shifts, (below, pairs, live) in zip(self.shift_counts, self.raw, strict=True):
@@ -234,14 +235,14 @@ class TransitionParser(Workload):
         for time, (active, active_next) in enumerate(zip(sizes, [*sizes[1:], 0], strict=True)):
             simulation.step(time, active, active_next)
 
-        # Row in packed order of the k-th word read, from the sentence's end.
+        # For each word, counted from the sentence's end: its row in packed order.
         row = np.empty(len(words.order), dtype=np.int64)
         row[words.order] = np.arange(len(words.order))
         starts = np.cumsum(word_counts) - word_counts
         last = starts + word_counts - 1
 
         def rows(places: list[tuple[int, int]]) -> Ids:
-            """Returns the rows of words at this distance from the front; -1 if none is left."""
+            """Returns the rows of the words at these places; -1 if no word is left."""
             sentence, taken = np.array(places).T
             found = row[np.maximum(last[sentence] - taken, starts[sentence])]
             return np.where(taken < word_counts[sentence], found, -1)
@@ -286,17 +287,17 @@ class TransitionParser(Workload):
         return collate.sum_by(plan.action_sentences, losses, plan.size)
 
     def stack_states(self, plan: Plan, words: Tensor) -> Tensor:
-        """Hidden states of all items, in the order in which they were pushed."""
+        """Returns the hidden states of all items, in the order in which they were pushed."""
         model, cell = self.model, self.model.stack_cell
         hidden = cell.hidden_size
         bias = cell.bias_ih + cell.bias_hh
-        # What does not depend on earlier steps is computed for all of them.
+        # Values that do not depend on earlier steps are computed for all steps at once.
         shifted = words.index_select(0, plan.shifted)
         relations = model.compose.weight[:, 2 * EMBEDDING :]
         labels = F.linear(model.actions(plan.arc_actions), relations, model.compose.bias)
         compose = model.compose.weight[:, : 2 * EMBEDDING]
         shifts = [step.shifts for step in plan.steps]
-        vectors = words.new_zeros(1, EMBEDDING)  # of the items that are on a stack
+        vectors = words.new_zeros(1, EMBEDDING)  # vectors of the items on stacks
         states = words.new_zeros(1, 2 * hidden)
         hs = []
         for step, pushed, pushed_gates, label in zip(

@@ -16,15 +16,15 @@ from benchmarks.data import Sentence, tagged_sentences
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
 
 # isort: split
-from bilstm_tagger import BiLSTMTagger  # examples/, which benchmarks.data put on the path
+from bilstm_tagger import BiLSTMTagger  # benchmarks.data put examples/ on the path
 
 EMBEDDING = 128
 LETTER_EMBEDDING = 20
-LETTER_HIDDEN = EMBEDDING // 2  # of a direction
+LETTER_HIDDEN = EMBEDDING // 2  # hidden size of one direction
 
 
 class GatesCell(nn.Module):
-    """An LSTM's cell with its gates written out; the parameters are those of ``nn.LSTMCell``."""
+    """An LSTM cell whose gates are separate ops. It has the parameters of ``nn.LSTMCell``."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class GatesCell(nn.Module):
         self.bias_ih, self.bias_hh = cell.bias_ih, cell.bias_hh
 
     def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """The hidden state and the memory cell after input ``x``, [1, H] each."""
+        """Returns the hidden state and the memory cell after input ``x``, both [1, H]."""
         gates = F.linear(x, self.weight_ih, self.bias_ih)
         if state is None:
             state = (
@@ -48,7 +48,7 @@ class GatesCell(nn.Module):
 
 
 class GatesBiLSTM(BiLSTMTagger):
-    """The example's tagger with that cell."""
+    """The tagger of the example, with ``GatesCell``."""
 
     def __init__(self, vocabulary: int, classes: int, embedding: int, hidden: int) -> None:
         super().__init__(vocabulary, classes, embedding, hidden)
@@ -57,7 +57,7 @@ class GatesBiLSTM(BiLSTMTagger):
 
 
 class CharacterBiLSTM(BiLSTMTagger):
-    """The example's tagger, where rare words are read letter by letter."""
+    """The tagger of the example, which reads rare words letter by letter."""
 
     def __init__(self, vocabulary: int, classes: int, letters: int, hidden: int) -> None:
         super().__init__(vocabulary, classes, EMBEDDING, hidden)
@@ -66,7 +66,7 @@ class CharacterBiLSTM(BiLSTMTagger):
         self.spell_backward = nn.LSTMCell(LETTER_EMBEDDING, LETTER_HIDDEN)
 
     def word(self, symbol: Tensor, letters: list[Tensor]) -> Tensor:
-        """The vector of a word, [1, E]."""
+        """Returns the vector of a word, [1, E]."""
         if not letters:
             vector: Tensor = self.embedding(symbol)
             return vector
@@ -91,13 +91,13 @@ class CharacterBiLSTM(BiLSTMTagger):
 class Plan:
     words: Tensor  # ids, step by step
     targets: Tensor
-    sentences: Tensor  # which sentence each row is of
+    sentences: Tensor  # the sentence of each row
     batch_sizes: list[int]
     size: int
     letters: Tensor | None = None  # ids of the letters of spelled words, step by step
     letter_batch_sizes: list[int] = field(default_factory=list)
     letter_ends: Tensor | None = None  # rows of the last letters
-    sources: Tensor | None = None  # rows among embedded words followed by spelled ones
+    sources: Tensor | None = None  # rows of the concatenation of embedded and spelled words
 
 
 class Tagger(Workload):
@@ -127,7 +127,7 @@ class Tagger(Workload):
         )
 
     def inputs(self, plan: Plan) -> Tensor:
-        """The words' vectors, step by step."""
+        """Returns the words' vectors, step by step."""
         vectors: Tensor = self.model.embedding(plan.words)
         return vectors
 

@@ -1,4 +1,4 @@
-"""Tree-LSTMs of Tai, Socher and Manning 2015 (arXiv:1503.00075): binary, and child-sum on pairs."""
+"""Tree-LSTMs (Tai, Socher and Manning 2015, arXiv:1503.00075): binary, and child-sum on pairs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from benchmarks.data import (
 from benchmarks.workload import POOL, Sources, Workload, seed_everything
 
 # isort: split
-from binary_tree_lstm import BinaryTreeLSTM  # examples/, which benchmarks.data put on the path
+from binary_tree_lstm import BinaryTreeLSTM  # benchmarks.data put examples/ on the path
 from child_sum_tree_lstm import ChildSumTreeLSTM
 
 
 def _leaf_states(gates: Tensor) -> tuple[Tensor, Tensor]:
-    """States [n, H] of nodes without children, from the gates i, o and u of shape [n, 3H]."""
+    """Returns the states [n, H] of nodes without children, from the gates i, o and u, [n, 3H]."""
     i, o, u = gates.chunk(3, dim=-1)
     c = i.sigmoid() * u.tanh()
     return o.sigmoid() * c.tanh(), c
@@ -79,7 +79,8 @@ class BinaryTrees(Workload):
         ):
             if level.inner:
                 hidden = h.shape[1]
-                # The two children of a node lie side by side: [n, 2H] is their concatenation.
+                # The two children of a node are adjacent rows, so a view as [n, 2H] concatenates
+                # them.
                 h_pairs = h.index_select(0, level.children).view(level.inner, 2 * hidden)
                 c_pairs = c.index_select(0, level.children).view(level.inner, 2, hidden)
                 i, o, u, f = model.u(h_pairs).split([hidden, hidden, hidden, 2 * hidden], dim=-1)
@@ -112,11 +113,11 @@ class Pair:
 
 
 class PairSimilarity(nn.Module):
-    """Section 4.2: the similarity of two sentences, from the states of their roots."""
+    """Predicts the similarity of two sentences from the states of their roots (section 4.2)."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
-        # Its classifier is not used: one score, without a gradient.
+        # The encoder's classifier is not used. It has one score, and gets no gradient.
         self.encoder = ChildSumTreeLSTM(VOCABULARY, 1, EMBEDDING, hidden)
         del self.encoder.classifier
         self.angle = nn.Linear(hidden, SIMILARITY, bias=False)
@@ -124,7 +125,7 @@ class PairSimilarity(nn.Module):
         self.out = nn.Linear(SIMILARITY, SCORES)
 
     def root(self, tree: Tree) -> Tensor:
-        """The hidden state [1, H] of a tree's root."""
+        """Returns the hidden state [1, H] of a tree's root."""
         states: list[tuple[Tensor, Tensor]] = []
         for symbol, children in zip(tree.symbols, tree.children, strict=True):
             states.append(self.encoder.node(symbol, [states[child] for child in children]))
@@ -136,7 +137,7 @@ class PairSimilarity(nn.Module):
         return self.out(similar.sigmoid()).log_softmax(-1)
 
     def forward(self, pair: Pair) -> Tensor:
-        """The loss of one pair."""
+        """Returns the loss of one pair."""
         scores = self.log_probabilities(self.root(pair.left), self.root(pair.right))
         return F.kl_div(scores, pair.target, reduction="sum")
 
@@ -146,7 +147,7 @@ class PairPlan:
     forest: collate.Forest
     leaves: Tensor  # word ids
     inner: Tensor
-    roots: Tensor  # by tree, its row among the roots
+    roots: Tensor  # for each tree: its row among the roots
     targets: Tensor
 
 
@@ -192,7 +193,7 @@ class SentencePairs(Workload):
         return F.kl_div(scores, plan.targets, reduction="none").sum(-1)
 
     def roots(self, plan: PairPlan) -> Tensor:
-        """The hidden states of all roots, in the order of the last level."""
+        """Returns the hidden states of all roots, in the order of the last level."""
         model, levels = self.model.encoder, plan.forest.levels
         leaves = [level.leaves for level in levels]
         inner = [level.inner for level in levels]

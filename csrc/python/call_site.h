@@ -20,11 +20,11 @@ namespace autobatch {
 // is 0 if it is unknown. Acquires the GIL if the thread does not hold it.
 Place python_place();
 
-// The call stack around the line that python_place() returns. The core stores the call stack as a
-// text that it does not interpret (FlushReport::caller).
+// The call stack around the line that python_place() returns. The C++ core stores the call stack as
+// text and does not interpret this text (FlushReport::caller).
 struct Caller {
-  std::string site;       // if python_place() is in an installed package: the user's line that
-                          // called into the package; else empty
+  std::string site;       // if python_place() is in an installed package, the user's line that
+                          // called the package; otherwise empty
   std::string via;        // functions of Python and PyTorch that the line called, outermost first:
                           // "torch._tensor.Tensor.__repr__ torch._tensor_str._str"
   uint64_t position = 0;  // position in the user's line, encoded as by python_place()

@@ -27,7 +27,7 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// A call, as Python describes it (_function_capture.Call).
+// A call of a custom function, described by a Python object (_function_capture.Call).
 class PythonCall final : public FunctionCall {
  public:
   explicit PythonCall(const py::object& object) : object_(py::object(object).release().ptr()) {}
@@ -58,7 +58,7 @@ std::vector<at::Tensor> tensors_of(const py::handle& sequence) {
   return tensors;
 }
 
-// Hands out the tensors of the members, one member after another.
+// Returns the tensors of the members, one member at a time.
 class MemberViews {
  public:
   explicit MemberViews(const std::vector<MemberTensors>& columns)
@@ -167,7 +167,7 @@ std::vector<at::Tensor> capture_function(const py::object& object, const Functio
                                          const std::vector<at::Tensor>& results,
                                          const std::vector<at::Tensor>& inputs, bool eagerly) {
   Scope* scope = capturing_scope();
-  // Forward may have ended capture: the scope was paused, for example.
+  // Capture may have ended during forward, for example because the scope was paused.
   if (scope == nullptr || eagerly) {
     std::vector<PendingTensor*> pending;
     for (const auto* tensors : {&results, &inputs}) {

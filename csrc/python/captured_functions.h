@@ -1,5 +1,5 @@
-// Captures custom autograd.Functions op by op: the host of rules/captured_function.h. The rest is
-// in python/torch_autobatch/_function_capture.py.
+// Captures calls of custom autograd.Functions op by op. Connects rules/captured_function.h with the
+// Python code in python/torch_autobatch/_function_capture.py.
 #pragma once
 
 #include <Python.h>

@@ -3,7 +3,7 @@
 //
 // The collector clears objects that it has found to be garbage. During this time PyTorch releases
 // the GIL for each tensor. If a flush then took a reference to a pending tensor that is garbage,
-// the collector would clear this tensor anyway.
+// the collector would still clear this tensor.
 #pragma once
 
 namespace autobatch {

@@ -50,7 +50,7 @@ class RunResult {
     awaited().push_back({id_, current_fiber(), call, nullptr});
   }
   ~RunResult() {
-    const py::object result = take();  // destroyed last: that may run Python code
+    const py::object result = take();  // destroyed last, because this may run Python code
     std::erase_if(awaited(), [this](const Awaited& a) { return a.id == id_; });
   }
   RunResult(const RunResult&) = delete;
@@ -59,7 +59,7 @@ class RunResult {
   // Stores a result in all active calls of this instance that have this number. If calls with the
   // same number are nested, the result of the outermost call remains, because this call ends last.
   static void note(int64_t call, const py::object& result) {
-    std::vector<py::object> before;  // destroyed last: that may run Python code
+    std::vector<py::object> before;  // destroyed last, because this may run Python code
     for (Awaited& a : awaited()) {
       if (a.fiber != current_fiber() || a.call != call) continue;
       before.push_back(
@@ -219,7 +219,8 @@ PyObject* apply_at_once(Scope& scope, const Applied& call, const Given& given,
     scope.note_at_once(info.name, reason);
     ensure_real(given.pending, info.name + ": " + why.substr(0, why.find(" (")));
   }
-  // PyTorch adds the history to the tensors that forward returns, so these must not be pending.
+  // PyTorch adds the autograd history to the tensors that forward returns, so these tensors must
+  // not be pending.
   const struct EagerGuard {
     bool before = set_eager(true);
     ~EagerGuard() { set_eager(before); }

@@ -116,8 +116,7 @@ class PythonCheck final : public Check {
     const py::gil_scoped_acquire gil;
     try {
       if (!error_) error_ = check_.attr("failure")(variables_, module_, asked_.text());
-      // PyErr_Restore does not set `__context__`, even if another error is being handled at this
-      // point.
+      // PyErr_Restore does not set `__context__`, even if another error is being handled.
       PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error_.ptr()))),
                     Py_NewRef(error_.ptr()), PyException_GetTraceback(error_.ptr()));
       throw py::error_already_set();
@@ -210,9 +209,9 @@ struct Known {
   bool is_passed_on = false;  // the function returns the tested tensor to its caller
 };
 
-// How a statement reads a truth value: by a method of a tensor, or by a call of a function that
-// returns the truth value, or that has returned a tensor early because of all(tensor) or
-// any(tensor).
+// How a statement obtains a truth value. kBool and kItem: a method of the tensor returns it.
+// kReturn: a function returns it. kNotAll and kAny: a function has returned the tensor early,
+// because not all(tensor) or any(tensor) was true.
 enum Method : uint8_t { kBool, kItem, kReturn, kNotAll, kAny };
 constexpr std::array<const char*, 3> kMethods = {"__bool__", "item", "return"};
 
@@ -261,7 +260,7 @@ struct Statement {
   bool is_of_torch = false;
 };
 
-// A test after which a function returns the tested tensor.
+// A test of a tensor, after which a function returns this tensor early.
 struct EarlyReturn {
   Method test = kBool;  // kBool: there is none
   bool is_of_torch = false;
@@ -277,8 +276,8 @@ EarlyReturn known_early_return(const Frame& frame, Method method) {
   });
 }
 
-// Returns the frame that has called `frame` directly; an empty one if a function written in C is in
-// between.
+// Returns the frame that has called `frame` directly. Returns an empty Frame if a function written
+// in C is between the two frames.
 Frame caller_of(const Frame& frame) {
   Frame caller = frame.back();
   const bool is_direct =
@@ -317,7 +316,7 @@ std::optional<Statement> statement_of(Frame frame, Method method) {
   return statement;
 }
 
-// Whether the tensor's value is already computed. If so, a read starts no flush.
+// Whether the tensor's value is already computed, so that a read starts no flush.
 bool is_known(const PendingTensor& tensor) {
   const Graph& graph = *tensor.graph();
   const Value& value = graph.value(tensor.value());

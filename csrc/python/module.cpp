@@ -36,7 +36,7 @@ using autobatch::ScopeOptions;
 using autobatch::Switch;
 
 // A scope may be destroyed while it is open, because its thread has ended or the object of the
-// block was freed. In this case the blocks of the scope end.
+// block was freed. In this case the deleter ends the blocks of the scope.
 std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
   return {new Scope(options), [](Scope* scope) {
             if (scope->is_open()) {
@@ -48,8 +48,8 @@ std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
 }
 
 // Opens a block and returns its scope: the scope that is open on this thread, or a new scope.
-// `exit` closes the block. Python needs only one call to open a block, because a block may have few
-// ops.
+// `exit` closes the block. Opening a block takes only one call from Python. This saves time in
+// blocks with few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
                                   bool adaptive, bool profile) {
@@ -89,7 +89,7 @@ py::dict options_of(Scope& scope) {
 }
 
 void bind_scope(py::module_& m) {
-  // This class contains only facts. The class for users is torch_autobatch._report.Report.
+  // This class contains only data. The class for users is torch_autobatch._report.Report.
   py::class_<Report, std::shared_ptr<Report>>(m, "ReportFacts")
       .def("facts", &autobatch::report_facts);
   py::class_<Scope, std::shared_ptr<Scope>>(m, "Scope")

@@ -25,7 +25,7 @@ std::string text_of(double value) {
 std::string text_of(const c10::IValue& value) {
   if (value.isDouble()) return text_of(value.toDouble());
   if (value.isBool()) return value.toBool() ? "True" : "False";
-  if (value.isTensor()) {  // a Python number: `x * 0.5`
+  if (value.isTensor()) {  // a Python number, as in `x * 0.5`
     const at::Scalar number = value.toTensor().item();
     return number.isFloatingPoint() ? text_of(number.toDouble()) : text_of(c10::IValue(number));
   }
@@ -111,7 +111,7 @@ py::list list_of(const std::vector<Row>& rows) {
   return list;
 }
 
-// Rows are tuples, because a trace may have very many rows.
+// Rows are tuples, which need little memory, because a trace may have very many rows.
 py::object facts_of(Trace* trace) {
   using namespace py::literals;
   if (trace == nullptr) return py::none();

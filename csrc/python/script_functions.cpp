@@ -23,8 +23,8 @@ namespace {
 
 namespace jit = torch::jit;
 
-// Code that runs a graph op by op. Compiling takes much longer than a call, so the code is kept as
-// long as the graph exists.
+// Returns code that runs the function's graph op by op. Compiling takes much longer than a call, so
+// the code is kept as long as the graph exists.
 jit::Code code_of(jit::GraphFunction& function) {
   struct Known {
     std::weak_ptr<jit::Graph> graph;
@@ -50,7 +50,7 @@ py::object run(jit::Function& function, const std::optional<c10::IValue>& self,
   function.ensure_defined();
   const jit::Code code = code_of(jit::toGraphFunction(function));
   {
-    const Fiber::Pin pin;  // a thread-local variable has the address of the InterpreterState
+    const Fiber::Pin pin;  // a thread-local variable contains the address of the state
     const py::gil_scoped_release no_gil;
     jit::InterpreterState(code).run(stack);
   }
@@ -90,12 +90,13 @@ py::object run_method(const py::handle& callee, const py::args& args, const py::
   return run(method.function(), c10::IValue(method.owner()._ivalue()), args, named);
 }
 
-// One of torch._C.ScriptFunction and torch._C.ScriptMethod, whose `__call__` is replaced.
+// The class torch._C.ScriptFunction or torch._C.ScriptMethod, whose `__call__` is replaced.
 struct Callable {
   const char* name;
   py::object (*run)(const py::handle& callee, const py::args& args, const py::kwargs& named);
   ternaryfunc replacement;
-  // Whether ops may be captured even if no argument is pending: ops on the module's parameters.
+  // Whether ops may be captured even if no argument is pending, because they read the module's
+  // parameters.
   bool has_parameters;
   ternaryfunc original = nullptr;
   // `run` as a pybind11 function, which translates TorchScript's errors.

@@ -1,7 +1,7 @@
 // Calls of TorchScript functions and methods on pending tensors. TorchScript optimizes a function
-// after its first calls: subgraphs become autograd nodes of their own, which need real tensors at
-// each call. While a block is open, such a call runs the function's graph without these nodes, so
-// that the ops of the graph are captured one by one.
+// after its first calls. Then parts of the function's graph are separate autograd nodes, which need
+// computed tensors at each call. While a block is open, the graph runs without these nodes, so that
+// the ops of the graph are captured one by one.
 #pragma once
 
 namespace autobatch {

@@ -57,7 +57,7 @@ torch::Tensor eager_loss(TreeLstm& model, const Trees& trees) {
   return total;
 }
 
-// The same loss, batched. Only the scope is different.
+// Returns the same loss as `eager_loss`, batched. Only the scope is different.
 torch::Tensor batched_loss(TreeLstm& model, const Trees& trees,
                            std::optional<autobatch::Report>& report) {
   autobatch::BatchScope scope;

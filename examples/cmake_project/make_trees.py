@@ -15,7 +15,7 @@ def node(label: int, *parts: str) -> str:
 
 
 def adjective(rng: random.Random, depth: int = 0) -> tuple[int, str]:
-    """A label and a tree: an adjective, a stronger one, its opposite, or two of them."""
+    """Returns a label and a tree: an adjective, "very" or "not" with it, or two adjectives."""
     kind = rng.random()
     if kind < 0.25 and depth < 3:
         label, tree = adjective(rng, depth + 1)

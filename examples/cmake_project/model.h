@@ -30,7 +30,8 @@ class TreeLstmImpl : public torch::nn::Module {
 
   torch::nn::Embedding embedding_;
   torch::nn::Linear leaf_, node_, output_;
-  // compose() as a cell: captured once, then added for each node without running it.
+  // compose() as a cell. It is captured once. For each further node its ops are added without
+  // running it.
   std::function<State(const State&, const State&)> compose_cell_;
 };
 

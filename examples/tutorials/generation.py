@@ -82,8 +82,8 @@ for number in range(120):
 # Generation
 # ----------
 #
-# Each name has its own random numbers, so it does not depend on the names that are generated with
-# it.
+# Each name has its own random numbers. So it does not depend on other names that are generated at
+# the same time.
 
 
 def generate(enabled: bool = True) -> tuple[list[str], ab.batch]:

@@ -50,7 +50,7 @@ print("leaves:", min(g.leaves for g in graphs), "to", max(g.leaves for g in grap
 class Network(nn.Module):
     def __init__(self, hidden: int = 32) -> None:
         super().__init__()
-        self.first = nn.Embedding(1, hidden)  # all nodes start equal
+        self.first = nn.Embedding(1, hidden)  # all nodes have the same first state
         self.message = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
         self.update = nn.ModuleList(nn.Linear(2 * hidden, hidden) for _ in range(2))
         self.answer = nn.Linear(hidden, 1)
@@ -93,7 +93,7 @@ print(f"held out: {sum(errors) / len(errors):.2f} leaves off on average")
 # What was batched
 # ----------------
 #
-# Rows of all graphs are concatenated, so a layer is one call for any sizes.
+# The rows of all graphs are concatenated, so a layer is one call whatever the sizes are.
 
 draw_batches(scope.report())
 

@@ -24,7 +24,7 @@ draw = random.Random(0)
 # --------
 #
 # A sentence is an expression such as ``a + b * c - d``. Its parse is the order in which its
-# operators are applied: ``**`` before ``*`` and ``/``, these before ``+`` and ``-``.
+# operators are applied: ``**`` first, then ``*`` and ``/``, then ``+`` and ``-``.
 
 OPERATORS = ["+", "-", "*", "/", "**"]
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, "**": 3}
@@ -82,8 +82,8 @@ class Parse:
 # The model
 # ---------
 #
-# The model gets the last but one word on the stack and the next word of the sentence, both as
-# states of an LSTM that has read the sentence. ``int(scores.argmax())`` is the read.
+# The model gets the second word from the top of the stack and the next word of the sentence. Both
+# are states of an LSTM that has read the sentence. ``int(scores.argmax())`` is the read.
 
 
 class Parser(nn.Module):
@@ -165,8 +165,8 @@ print(" ".join(sentences[300]), " is ", parses[0])
 # What was batched
 # ----------------
 #
-# All sentences take an action together. The number of calls depends on the longest sentence, and
-# not on the number of sentences.
+# All sentences take their next action together. The number of calls depends on the longest
+# sentence, and not on the number of sentences.
 
 draw_batches(scope.report())
 for flush in scope.report().flushes[:3]:

@@ -2,7 +2,7 @@
 Serving
 =======
 
-A server for trees of any shape. Requests arrive at any time, from any thread, and each has a
+A server for trees of any shape. Requests arrive at any time and from any thread. Each request has a
 different tree. :class:`torch_autobatch.Engine` runs the code for one tree, and batches across all
 running requests. A request that arrives later joins the batches of earlier requests.
 """
@@ -97,7 +97,7 @@ print("requests:", {name: stats[name] for name in ("submitted", "finished", "fai
 # What was batched
 # ----------------
 #
-# The mean number of requests' ops in a call, by op.
+# The picture shows the mean number of requests that share a call, for each op.
 
 widths = dict(sorted(stats["batch_width"].items(), key=lambda item: item[1]))
 _, axes = plt.subplots(figsize=(7, 0.8 + 0.35 * len(widths)), layout="constrained")
@@ -111,7 +111,8 @@ axes.set_xlabel("ops in a call, mean")
 # -------
 #
 # All requests arrive at the same time. If they run one after the other, the last request waits for
-# all others. In an engine, requests share calls, and short requests need not wait for long ones.
+# all others. In an engine, requests share calls, and short requests need not wait for long
+# requests.
 
 
 def one_by_one() -> list[float]:

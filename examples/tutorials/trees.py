@@ -55,8 +55,8 @@ print("nodes of a tree:", min(map(size, trees)), "to", max(map(size, trees)))
 # The model
 # ---------
 #
-# A truth value is a row of an embedding. Each operator is a layer, which is applied to the sum of
-# its operands' vectors. So operators may have any number of operands.
+# A truth value is a row of an embedding. Each operator is a layer, which takes the sum of its
+# operands' vectors. So operators may have any number of operands.
 
 
 class Evaluator(nn.Module):

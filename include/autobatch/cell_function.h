@@ -7,8 +7,9 @@
 //   });
 //
 // The first call of each kind in a scope runs the function and stores the captured ops as a
-// template. Later calls of the same kind do not run the function: they add the same ops, with their
-// own tensors as arguments. Batching, values and gradients are the same as for the plain function.
+// template. A later call of the same kind does not run the function. Instead, the library adds the
+// same ops, with the tensors of this call as arguments. Batching, values and gradients are the same
+// as for the plain function.
 //
 // Arguments and results may be tensors, numbers, enumerators and strings, alone or in pairs,
 // tuples, arrays, vectors and optionals. Two calls are of the same kind if their tensors have equal
@@ -47,9 +48,9 @@ class CellFunction;
 
 namespace cell_detail {
 
-// Flattened values: the tensors in order, and 64-bit words for all other data. A model may call its
-// cells thousands of times in each step, so the inline capacity is large enough to avoid a heap
-// allocation in most calls.
+// Flattened values. The tensors are stored in order, and all other data is stored as 64-bit words.
+// A model may call its cells thousands of times in each step, so the inline capacity is large
+// enough to avoid a heap allocation in most calls.
 struct Parts {
   c10::SmallVector<at::Tensor, 8> tensors;
   c10::SmallVector<uint64_t, 8> words;
@@ -115,7 +116,7 @@ struct Value<std::string> {
 };
 
 // A std::string_view is supported only as an argument. A result of type std::string_view would
-// refer to a text without an owner.
+// refer to freed memory.
 template <>
 struct Value<std::string_view> {
   static void take(std::string_view value, Parts& parts) { Value<std::string>::take(value, parts); }

@@ -39,7 +39,7 @@ struct EngineOptions {
   double max_live = 256;
   // Limit on the total cost of the requests in the queue.
   double max_queue = 1024;
-  // How long a first request waits for other requests if the engine is idle.
+  // If the engine is idle, the time that the first request waits for other requests.
   std::chrono::nanoseconds max_delay{0};
   // Target duration of a slice. A single batch may take longer.
   std::chrono::nanoseconds slice_time{1'000'000};
@@ -59,13 +59,13 @@ class AUTOBATCH_API QueueFull : public std::runtime_error {
   QueueFull(double queued, double limit);
   double queued, limit;  // sums of costs
 };
-// The exception in the future of a cancelled request. A request is cancelled by
+// Thrown by the EngineFuture of a cancelled request. A request is cancelled by
 // EngineFuture::cancel, Engine::cancel or Engine::shutdown.
 class AUTOBATCH_API RequestCancelled : public std::runtime_error {
  public:
   explicit RequestCancelled(uint64_t number);
 };
-// The exception in the future of a request that took longer than RequestOptions::timeout.
+// Thrown by the EngineFuture of a request that took longer than RequestOptions::timeout.
 class AUTOBATCH_API RequestTimedOut : public std::runtime_error {
  public:
   explicit RequestTimedOut(uint64_t number);
@@ -166,8 +166,8 @@ struct Call {
 
 }  // namespace engine_detail
 
-// The future result of a request. EngineFuture is a std::future with an additional member,
-// cancel(). Destroying the future does not cancel the request.
+// The future of a request. EngineFuture is a std::future with an additional member, cancel().
+// Destroying the future does not cancel the request.
 template <class R>
 class EngineFuture : public std::future<R> {
  public:
@@ -200,8 +200,8 @@ class Engine {
   // the function ends, no code may write to the tensors that the function uses. Tensors in the
   // function's result, including those in pairs, tuples, arrays, vectors and optionals, are
   // ordinary tensors with the values of eager mode. If the function throws an exception, the future
-  // gets the exception, and other requests are not affected. submit() throws QueueFull if the queue
-  // is full, and std::runtime_error after shutdown().
+  // throws this exception, and other requests are not affected. submit() throws QueueFull if the
+  // queue is full, and std::runtime_error after shutdown().
   template <class F>
   auto submit(F&& function, const RequestOptions& options = {}) {
     using Function = std::decay_t<F>;
@@ -216,8 +216,8 @@ class Engine {
 
   // Submits a request like submit(), but reports the end of the request by a callback. `ended` is
   // called once, on the engine's thread. The argument of `ended` is the exception that ended the
-  // request, or null if the request finished. `ended` must not block or throw. Returns the number
-  // of the request, for cancel().
+  // request, or null if the request finished. `ended` must not block or throw. post() returns the
+  // number of the request, which can be passed to cancel().
   AUTOBATCH_API uint64_t post(std::function<void()> function,
                               std::function<void(const std::exception_ptr&)> ended,
                               const RequestOptions& options = {});
@@ -227,7 +227,7 @@ class Engine {
 
   // Calls `action` on the engine's thread while no request is running, for example to load other
   // weights. Requests that have started finish first, and queued requests start after the action.
-  // If `action` throws an exception, the returned future gets the exception. Throws
+  // If `action` throws an exception, the returned future throws this exception. Throws
   // std::runtime_error after shutdown().
   AUTOBATCH_API std::future<void> between(std::function<void()> action);
 

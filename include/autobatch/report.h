@@ -46,7 +46,7 @@ struct FlushReport {
   uint64_t nodes = 0;  // sum over all flushes of this row
   uint64_t count = 0;
   uint64_t batches = 0;  // sum over all flushes of this row
-  std::string caller;    // call stack of the user code, as text of the host (host_hooks.h)
+  std::string caller;    // call stack of the user code, in the host's format (host_hooks.h)
 };
 
 // An op that ran eagerly instead of being captured.
@@ -55,7 +55,7 @@ struct AtOnceReport {
   std::string reason;
   std::string site;
   uint64_t count = 0;
-  std::string caller;  // as FlushReport::caller
+  std::string caller;  // see FlushReport::caller
 };
 
 // A line of user code where the scope stopped capturing, because deferring the ops did not save
@@ -130,8 +130,8 @@ class Report {
   // Adds `calls` to the pause that was recorded last.
   void add_paused_calls(uint64_t calls);
   void add_bound_input(BoundInput input);
-  // Holds a reference to the tables that own the signatures of the rows. In rows of earlier tables,
-  // `kind` is set to null, so that a long-lived scope does not hold references to old tables.
+  // Holds a reference to the tables that own the signatures of the rows. Sets `kind` to null in the
+  // rows of earlier tables, so that a long-lived scope does not hold references to old tables.
   void keep(const std::shared_ptr<const void>& tables);
 
  private:

@@ -22,7 +22,7 @@ struct ScheduleInput {
   std::span<const uint32_t> inputs;       // producer node ids (duplicates allowed)
   uint32_t num_signatures = 0;
   std::span<const uint8_t> batchable;  // [num_signatures]; 0: each node runs alone
-  std::span<const uint8_t> heavy;      // [num_signatures]; 1: expensive (matmul), loses ties
+  std::span<const uint8_t> heavy;      // [num_signatures]; 1: expensive (matmul); last in a tie
   // Id of the set of signatures. The id does not depend on the numbering of the signatures. Graphs
   // with the same id most likely come from the same model. So a choice that is good for one graph
   // is most likely good for the next graph with the same id. 0: unknown.

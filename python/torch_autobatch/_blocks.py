@@ -1,4 +1,4 @@
-"""What a block reports: the last report, log lines, observers, and warnings about options."""
+"""The last report, and what happens at a block's end: log lines, and calls of observers."""
 
 import collections
 import sys
@@ -14,8 +14,8 @@ from torch_autobatch import _C, _log
 from torch_autobatch._merge import merged
 from torch_autobatch._report import Report
 
-profile_all = False  # whether all blocks profile: `python -m torch_autobatch run --save`
-# Called with the facts of each outermost block when it ends.
+profile_all = False  # whether all blocks record times (`python -m torch_autobatch run --save`)
+# These functions are called with the facts of each outermost block when the block ends.
 observers: list[Callable[["_C.ReportFacts"], object]] = []
 
 

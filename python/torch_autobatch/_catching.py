@@ -30,7 +30,7 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
         after = next((i.offset for i in dis.get_instructions(code) if i.offset > entered), entered)
         body = _handler(code, after)
         if body is None:
-            return True  # not entered by a `with`: the end of the block is unknown
+            return True  # no `with` entered the block, so its end is unknown
         if body == _handler(code, offset):
             return False
     elif _handler(code, offset) is None:
@@ -40,7 +40,7 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
 
 
 def catches_in(frame: types.FrameType, entered: int) -> bool:
-    """Like ``catches``, for answers that depend on the context managers of the frame."""
+    """Decides the cases in which ``catches`` returns None, by the frame's context managers."""
     guards = _guards(frame.f_code, frame.f_lasti, entered)
     return guards is None or not all(_lets_pass(guard, frame) for guard in guards)
 
@@ -81,7 +81,7 @@ def exception_table(code: types.CodeType) -> list[tuple[int, int, int]]:
     """
     numbers: list[int] = []
     value, more = 0, False
-    for byte in code.co_exceptiontable:  # each has six bits of a number
+    for byte in code.co_exceptiontable:  # each byte has six bits of a number
         value = (value << 6 if more else 0) | (byte & 63)
         more = bool(byte & 64)
         if not more:

@@ -19,8 +19,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS: list[dict[Any, Any]] = [
     getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS
 ]
-_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # their functions reach no user modules
-_MOST_ITEMS = 1024  # longest list or dict that is searched for modules; longer ones are data
+_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # their functions use no modules of the user
+_MOST_ITEMS = 1024  # longer lists and dicts are regarded as data, and not searched for modules
 
 
 @overload
@@ -53,22 +53,22 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
             hashable. Numbers, strings and None are compared by value, other objects by identity.
             Without ``function``, a decorator is returned.
         compile: compile each kind of call with PyTorch's Inductor, forward and backward, when the
-            first batch of this kind runs. Values and gradients equal eager's up to rounding, as
-            without ``compile``. If a batch can't be compiled, a ``RuntimeWarning`` gives the
-            reason.
+            first batch of this kind runs. Values and gradients equal those of eager mode up to
+            rounding. If a batch can't be compiled, a ``RuntimeWarning`` gives the reason.
         dynamic: replay calls on tensors of any sizes, and not only of the same sizes. For each kind
             of call, the function runs and is traced for the first two combinations of sizes. A
             function that can't be replayed runs as usual, and ``report()`` gives the reason.
 
     Returns:
-        A callable that replaces ``function``. For a class or a module, the same object.
+        A callable that replaces ``function``. If ``function`` is a class or a module, the same
+        object.
 
     Raises:
         TypeError: if ``function`` is not callable; in a call, if an argument is not hashable.
         ValueError: if both ``compile`` and ``dynamic`` are true.
         RuntimeError: in a call, if the function reads a tensor's value, because its ops could
-            depend on this value (not with ``dynamic``). A function that can't be captured as a
-            whole for another reason runs op by op, and ``report()`` gives the reason.
+            depend on this value. With ``dynamic``, reads are allowed. A function that can't be
+            captured as a whole for another reason runs op by op, and ``report()`` gives the reason.
     """
     if function is None:
         return functools.partial(cell, compile=compile, dynamic=dynamic)

@@ -1,4 +1,4 @@
-"""Arguments of a dynamic cell's call, and the traced numbers that replace ints among them."""
+"""Arguments of a dynamic cell's call, and the traced numbers that replace its int arguments."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch_autobatch._cell_trace import Trace
 
 @dataclasses.dataclass
 class Arguments:
-    """What ``_C.take_apart`` returns besides the key (csrc/python/cells/dynamic_arguments.h)."""
+    """The results of ``_C.take_apart`` except the key (csrc/python/cells/dynamic_arguments.h)."""
 
-    inputs: tuple[Any, ...]  # of the program: tensors, ints, and containers of these
-    objects: list[Any]  # objects with their address in the key; they must live as long as it
-    # By id: index among the inputs, for each object with tensors in it and its lists and dicts.
+    inputs: tuple[Any, ...]  # inputs of the program: tensors, ints, and containers of these
+    objects: list[Any]  # kept alive, because the key contains their addresses
+    # Maps the id of each object that holds tensors, and of each list and dict in it, to an index
+    # among the inputs.
     containers: dict[int, int]
-    ints: list[tuple[Any, Any, int]]  # in containers: container, name, index of the input
-    counts: dict[int, int]  # by id, the number of inputs that a container adds
+    ints: list[tuple[Any, Any, int]]  # ints in containers: container, name, index of the input
+    counts: dict[int, int]  # by id of a container: the number of inputs that it adds
 
     def tensors(self) -> list[Tensor]:
-        """Returns the tensors among the inputs, without parameters, which the key identifies."""
+        """Returns the input tensors except parameters. (The key identifies the parameters.)"""
         return [value for value in self.inputs if type(value) is Tensor]
 
     def sizes(self) -> tuple[int, ...]:
@@ -37,7 +38,7 @@ class Arguments:
         return tuple(found)
 
     def names_of_sizes(self) -> list[str]:
-        """Returns the source of each of `sizes` in a program, in the same order."""
+        """Returns the Python source of each item of `sizes` in a program, in the same order."""
         found: list[str] = []
         for i, value in enumerate(self.inputs):
             if isinstance(value, Tensor):

@@ -23,7 +23,7 @@ _CONSTANTS = (bool, int, float, str)
 
 
 class Attributes:
-    """The attributes of modules, and the globals of their functions, as they are before a call.
+    """The attributes of modules, and the globals of their functions, before a call.
 
     `function`: the function that is called.
     """
@@ -34,7 +34,7 @@ class Attributes:
         self._globals = [guard for function in self._functions for guard in _globals_of(function)]
 
     def guards(self) -> list[Guard]:
-        """Returns guards, after the call, for the values that the call has left unchanged."""
+        """Returns guards for the values that the call has not changed. Called after the call."""
         found: list[Guard] = []
         for table, before in self._tables:
             if len(table) == len(before):
@@ -64,7 +64,7 @@ class Attributes:
     def make_plain(self) -> bool:
         """Converts traced numbers that the call has stored in attributes to ordinary numbers.
 
-        Returns whether an attribute is such a number.
+        Returns whether it found a traced number.
         """
         has_stored = False
         for table, _ in self._tables:

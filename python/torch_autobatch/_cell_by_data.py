@@ -1,7 +1,7 @@
-"""Separates the calls of a dynamic cell's program whose results decide sizes: masks, counts.
+"""Separates the calls of a dynamic cell's program whose results determine sizes: masks, counts.
 
-If these calls read only ordinary data, they run eagerly, and their results are kept by the values
-of the data.
+If these calls read only ordinary data, they run eagerly. Their results are cached, with the values
+of the data as the key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch_autobatch._cell_program import (
 
 
 class _Results:
-    """A function of data with a store of its results. `constants`: what the function uses."""
+    """A function of data with a cache of its results. `constants`: the function's constants."""
 
     def __init__(self, function: Callable[..., Any], constants: dict[str, Any]) -> None:
         self._function = function
@@ -32,7 +32,7 @@ class _Results:
 
     def __call__(self, *values: Any) -> Any:
         found = self._known.find(values)
-        if found is None:  # not only data: the calls are captured like others
+        if found is None:  # some input is not data: the calls are captured like all others
             return self._function(*values)
         if found is not False:
             return found
@@ -44,7 +44,7 @@ class _Results:
         return self._known.add(values, found)
 
 
-# By source and constants: the layers of a model share their results.
+# The keys are the source and the constants, so the layers of a model share their results.
 _shared: weakref.WeakValueDictionary[Any, _Results] = weakref.WeakValueDictionary()
 
 
@@ -58,7 +58,7 @@ def by_data(
 ) -> list[Line]:
     """Returns lines that look up the results of `lines`, or `lines` if this is not possible.
 
-    `asked`: the variables that other lines read. Adds the function to `constants`.
+    `asked` contains the variables that other lines read. Adds the look-up function to `constants`.
     """
     targets = {other.target for other in lines}
     own = objects_of_their_own(program.lines, program.returned)

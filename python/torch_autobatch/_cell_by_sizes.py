@@ -25,7 +25,7 @@ from torch_autobatch._cell_program import (
 )
 from torch_autobatch._cell_templates import with_templates
 
-_MOST_BYTES = 64 << 20  # size of the cached results of one program
+_MOST_BYTES = 64 << 20  # maximum size of the cached results of one program
 
 
 class _Results:
@@ -60,7 +60,7 @@ class _Results:
 def compiled(
     program: Program, conditions: Sequence[str], file: str, line: int
 ) -> Callable[..., Any]:
-    """Returns the program as a function of its inputs. `conditions`: further conditions."""
+    """Returns the program as a function of its inputs. `conditions` are additional conditions."""
     lines = [*(Line("", condition) for condition in conditions), *program.lines]
     of_sizes, sizes = _of_sizes(program)
     if of_sizes:

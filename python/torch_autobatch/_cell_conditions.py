@@ -1,4 +1,4 @@
-"""Finds what the results of a dynamic cell's calls depend on, besides the values of arguments."""
+"""Finds what determines the results of a dynamic cell's calls, other than the arguments' values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SizeOf = Callable[[Tensor, int], Any]  # returns the size, which may be a traced
 def ask_ones(size_of: SizeOf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Reads the sizes that determine which dimensions `squeeze` drops.
 
-    A comparison of a traced number is a condition of the program.
+    Comparing a traced number adds a condition to the program.
     """
     given = args[1] if len(args) > 1 else kwargs.get("dim", range(args[0].dim()))
     for dim in given if isinstance(given, (tuple, list, range)) else (given,):
@@ -26,7 +26,7 @@ def ask_count(
 ) -> bool:
     """Reads the size that determines how many results `unbind`, `chunk` and `split` have.
 
-    Returns False for other calls.
+    Returns False if the call is not one of these functions.
     """
     if name == "unbind":
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -35,7 +35,7 @@ def ask_count(
         return False
     named = [value for key, value in kwargs.items() if key not in ("dim", "input")]
     given = args[1] if len(args) > 1 else named[0]
-    if isinstance(given, (tuple, list)):  # sizes, one for each result
+    if isinstance(given, (tuple, list)):  # the sizes are given, one for each result
         return True
     size = size_of(args[0], args[2] if len(args) > 2 else kwargs.get("dim", 0))
     piece = -(-size // given) if name == "chunk" else given

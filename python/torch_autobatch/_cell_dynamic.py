@@ -22,8 +22,8 @@ from torch_autobatch._cell_program import MISMATCH, Program, Reason
 from torch_autobatch._cell_trace import Trace
 from torch_autobatch._random_state import random_states, restore
 
-_TRACES = 2  # traces that must give the same program
-_MOST_PROGRAMS = 8  # for one kind of call
+_TRACES = 2  # number of traces that must give the same program
+_MOST_PROGRAMS = 8  # maximum number for one kind of call
 _MOST_KINDS = 256
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
@@ -36,17 +36,17 @@ class _Group:
     def __init__(self, program: Program, guards: _C.CellGuards) -> None:
         self.program = program
         self.guards = guards
-        # Whether ops that read only data are captured too, such as ops on indices for captured ops.
-        # They are not captured if the program returns their results, because the caller may read
-        # these results.
+        # Whether ops that read only data are also captured. (Example: an op that computes the
+        # indices of a captured op.) They are not captured if the program returns their results,
+        # because the caller may read these results.
         self.captures_data = not program.returns_data()
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
     def add(self, arguments: Arguments, file: str, line: int) -> None:
-        """Adds a trace with these arguments. A size that never differed becomes a condition.
+        """Adds a trace with these arguments. A size that all traces share becomes a condition.
 
-        If no size differed, the program is valid only for these sizes.
+        If all sizes are equal, the program is valid only for these sizes.
         """
         self.sizes.append(arguments.sizes())
         if len(self.sizes) < _TRACES:
@@ -67,7 +67,7 @@ class _Calls:
     def __init__(self, objects: list[Any]) -> None:
         self.objects = objects  # kept alive, because their ids are in the key
         self.groups: list[_Group] = []
-        self.hashes = True  # whether sizes may be dict keys in traces
+        self.hashes = True  # whether the function may use sizes as dict keys in a trace
         self.has_refused_hashes = False
         self.kept = 0  # number of traces in which the call stored a size
         self.why: Reason | None = None  # why these calls are not replayed
@@ -88,11 +88,11 @@ class _Calls:
         except Exception:
             if group.program.has_effects:
                 raise
-            result = MISMATCH  # the function runs instead, and raises the error at its own line
+            result = MISMATCH  # run the function, so that the error is raised in the user's code
         finally:
             _C.set_captures_data(before)
         if result is MISMATCH and drawn is not None:
-            restore(drawn)  # the function draws the same numbers again
+            restore(drawn)  # the function then draws the same numbers again
         return result
 
     def group_of(self, program: Program) -> _Group | None:
@@ -118,11 +118,11 @@ class _Traced:
     program: Program | None
     why: Reason | None  # why there is no program
     attributes: Attributes
-    has_stored: bool = False  # whether it has stored a size in an attribute of a module
+    has_stored: bool = False  # whether the call stored a size in an attribute of a module
 
 
 class DynamicCell:
-    """A function whose calls are replayed on tensors of any sizes, while a block is open."""
+    """A function whose calls in an open block are replayed, on tensors of any sizes."""
 
     def __init__(
         self, function: Callable[..., Any], find_guards: FindGuards, find_modules: FindModules
@@ -137,7 +137,7 @@ class DynamicCell:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __reduce__(self) -> str:  # pickled by name, as functions are
+    def __reduce__(self) -> str:  # pickled by name, like a function
         return str(self.__qualname__)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +145,7 @@ class DynamicCell:
             return self.__wrapped__(*args, **kwargs)
         table = self._calls
         rest = args
-        if args and isinstance(args[0], nn.Module):  # the table is dropped with the module
+        if args and isinstance(args[0], nn.Module):  # the table is deleted together with the module
             table, rest = self._of_module(args[0]), args[1:]
         found = _C.take_apart(rest, kwargs)
         if found is None:
@@ -228,7 +228,7 @@ class DynamicCell:
             is_kept = replace_kept(numbers)
         is_kept = is_kept or call.has_stored
         if is_kept:
-            calls.groups.clear()  # their programs do not contain the stored sizes
+            calls.groups.clear()  # unlike the function, the programs do not store sizes
         if is_kept and call.program is not None:
             call.program = None
             calls.kept += 1
@@ -277,7 +277,8 @@ class DynamicCell:
             if issubclass(failure, TypeError) and not calls.hashes and trace.has_hashed:
                 calls.hashes = True
                 return self._record(calls, arguments, args, kwargs, found_numbers)
-            # The code may need ordinary numbers (``json.dumps(n)``). Otherwise it fails again.
+            # The code may need ordinary numbers (``json.dumps(n)``). If the error has another
+            # cause, the function raises it again.
             result = self.__wrapped__(*args, **kwargs)
             text = f"it raises {failure.__name__} if a size is a traced number instead of an int"
             return _Traced(result, None, Reason(text, self._line(args)), attributes)
@@ -301,7 +302,7 @@ class DynamicCell:
     def _check(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs the function, and raises an error if a replay would have behaved differently."""
+        """Runs the function, and raises an error if a replay behaves differently."""
         groups = [group for group in calls.groups if group.run is not None and group.guards.hold()]
         if not groups:
             return self._learn(calls, arguments, args, kwargs)

@@ -135,7 +135,7 @@ def _fills_by_mask(to: Tensor, index: Any, value: Any) -> bool:
 
 
 def _mask_of_rows(index: Any) -> tuple[int, Tensor] | None:
-    """Returns the dimension and the mask if an index is one mask of one dimension: `x[:, mask]`."""
+    """Returns the dimension and the mask if an index is a mask over one dimension: `x[:, mask]`."""
     indices = index if isinstance(index, tuple) else (index,)
     masks = [(d, i) for d, i in enumerate(indices) if isinstance(i, Tensor)]
     if len(masks) != 1 or not all(isinstance(i, Tensor) or _is_whole(i) for i in indices):

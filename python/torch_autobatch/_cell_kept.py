@@ -1,8 +1,8 @@
-"""Traced numbers that a call has stored in a memo table, a cache, an object or a global.
+"""Replaces traced numbers that a call has stored in a cache, an object or a global variable.
 
-After the trace, such a number would be an ordinary number in Python, but PyTorch's C++ code would
-reject it. A program that repeats the call would not read the table. So the stored numbers are
-converted to ordinary numbers, and the trace produces no program.
+After the trace, Python code could use a stored traced number, but PyTorch's C++ code would reject
+it. So the stored numbers are converted to ordinary numbers. The trace produces no program, because
+a program would not read or write the cache.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 from torch_autobatch._cell_objects import plain_item
 from torch_autobatch._cell_sizes import is_traced
 
-_MOST_LEVELS = 8  # of tuples in tuples
+_MOST_LEVELS = 8  # maximum number of nested tuples
 _CACHE = type(functools.lru_cache(int))
 
 
 def replace_kept(numbers: Sequence[weakref.ref[Any]]) -> bool:
-    """Converts the numbers that are still alive, in all owners. Returns whether there are any."""
+    """Converts the numbers that are still alive, in all their owners. Returns whether any were."""
     if all(number() is None for number in numbers):
         return False
-    gc.collect()  # numbers in reference cycles are not kept
+    gc.collect()  # frees numbers that only reference cycles keep alive
     kept = [number() for number in numbers if number() is not None]
     if kept:
         _replace_in_owners(kept)
@@ -53,7 +53,7 @@ def _replace_in_owners(kept: list[Any]) -> None:
 
 
 def _is_part(owner: Any) -> bool:
-    """Whether the owner is replaced as a whole in the objects that refer to it."""
+    """Whether the owner is immutable, so that objects which refer to it must replace it."""
     return isinstance(owner, tuple) or type(owner).__name__ == "_lru_list_elem"
 
 
@@ -94,7 +94,7 @@ def _replace_in_table(table: dict[Any, Any]) -> None:
 
 
 def _replace_in_object(owner: Any) -> None:
-    """Replaces attributes, including attributes that the interpreter stores without a dict."""
+    """Replaces numbers in attributes, also in attributes that are not in ``__dict__``."""
     names = [name for kind in type(owner).__mro__ for name in vars(kind).get("__slots__", ())]
     for name in (*getattr(owner, "__dict__", ()), *names):
         value = getattr(owner, name, None)

@@ -1,9 +1,9 @@
 """Arguments of a dynamic cell that are objects with tensors, such as a key-value cache or a graph.
 
-Such an object is flattened like lists and dicts: its tensors and ints are inputs of the program.
-The object and the lists and dicts in it are inputs too, because a call may store other tensors
-there (``self.keys = torch.cat([self.keys, new])``). The last step of the program repeats these
-stores.
+An object with tensors is flattened like a list or dict: its tensors and ints are inputs of the
+program. The object and the lists and dicts in it are inputs too, because a call may store other
+tensors there (``self.keys = torch.cat([self.keys, new])``). The last step of the program repeats
+these stores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch_autobatch._cell_program import UntraceableError, quoted
 from torch_autobatch._cell_sizes import TracedFloat, TracedInt, TracedShape, is_traced, plain
 
-_MOST_VALUES = 512  # containers in one object that are searched
+_MOST_VALUES = 512  # maximum number of containers that are searched in one object
 _OTHERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Tensor)
 _TRACED = (TracedInt, TracedFloat)
 _NUMBERS = (int, float, complex, *_TRACED, torch.dtype, torch.device)
@@ -68,16 +68,16 @@ def flags_of(kind: type) -> int:
 def is_object(value: Any) -> bool:
     """Returns whether the class of ``value`` is defined in Python and consists of attributes.
 
-    Modules, functions, tensors, numbers and containers don't count.
+    Returns false for modules, functions, tensors, numbers and containers.
     """
     kind: Any = type(value)
     return bool(_consists_of_attributes(kind))
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """Returns the attributes of an object or the items of a container, else an empty dict.
+    """Returns the attributes of an object or the items of a container, or else an empty dict.
 
-    The result may be the object's own dict, so it must not be changed.
+    The caller must not change the result, because it may be the object's ``__dict__``.
     """
     if isinstance(value, dict):
         return value
@@ -87,7 +87,7 @@ def contents(value: Any) -> dict[Any, Any]:
 
 
 def values_in(*values: Any) -> Iterator[Any]:
-    """Yields ``values``, and recursively their contents."""
+    """Yields ``values`` and, recursively, their contents."""
     seen: dict[int, Any] = {}
     waiting = list(reversed(values))
     while waiting:
@@ -115,7 +115,7 @@ def put(container: Any, name: Any, value: Any) -> None:
 
 
 def plain_item(value: Any) -> Any:
-    """Converts traced numbers in ``value`` to ordinary numbers, also in nested tuples.
+    """Converts ``value``, or the traced numbers in a tuple, to ordinary numbers.
 
     Returns the same object if nothing in it is traced. Lists and dicts are not searched.
     """
@@ -148,7 +148,7 @@ def make_plain(*values: Any) -> None:
             tables.append(vars(container))
         for table in tables:
             items = dict(enumerate(table)) if isinstance(table, list) else dict(table)
-            if any(map(is_traced, items)):  # keys
+            if any(map(is_traced, items)):  # traced keys
                 table.clear()
                 table.update({plain(name): plain_item(item) for name, item in items.items()})
                 continue
@@ -166,7 +166,7 @@ def watched(values: Sequence[Any]) -> Changes:
 
 
 class Changes:
-    """Changes that a call makes to containers. `names`: their variables in the program."""
+    """Changes that a call makes to containers. `names`: the program's variables for containers."""
 
     def __init__(self, containers: Sequence[Any], names: Sequence[str]) -> None:
         self.names = names
@@ -180,7 +180,7 @@ class Changes:
     def sources(self, source_of: Callable[[Any], str]) -> Iterator[str]:
         """Yields Python source for the arguments of :func:`change`.
 
-        `source_of`: returns the source of a value.
+        `source_of`: a function that returns the source of a value.
         """
         for container, before in zip(self._containers, self._before, strict=True):
             variable, after = self._names[id(container)], contents(container)
@@ -246,7 +246,7 @@ def make(kind: type, attributes: dict[str, Any]) -> Any:
 def make_dict(kind: Any, attributes: dict[str, Any], keys: Sequence[str]) -> Any:
     """Makes a dict with attributes. The attributes in ``keys`` are items too.
 
-    Does not call methods of ``kind`` that check items.
+    The methods of ``kind`` that check items are not called.
     """
     found: Any = kind.__new__(kind)
     add = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__

@@ -50,7 +50,7 @@ _IMPURE = re.compile(
 def name_of(function: Any) -> str:
     """Returns the name of a method or function of PyTorch.
 
-    For other functions, returns a name with the module in front, which matches no table here.
+    If the function is not PyTorch's, the name starts with the module, so that no table contains it.
     Attributes have names such as ``__get__T`` and ``__set__data``.
     """
     if isinstance(function, (OpOverload, OpOverloadPacket)):
@@ -85,8 +85,8 @@ def _aten(name: str) -> tuple[OpOverload, ...]:
 def _overloads(name: str) -> list[OpOverload]:
     """Returns the overloads of an op that do not write to an argument.
 
-    Leaves out the overloads for named tensors that PyTorch 2.11 has (``sum.dim_DimnameList``),
-    because these overloads call the other ones.
+    Excludes the overloads for named tensors in PyTorch 2.11 (``sum.dim_DimnameList``), because they
+    call the other overloads.
     """
     return [op for op in _aten(name) if not op._schema.is_mutable and not _takes_names(op)]
 
@@ -108,9 +108,9 @@ def makes_memory(name: str, args: Sequence[Any]) -> bool:
 
 
 def _takes_elements(index: Any) -> bool:
-    """Returns whether an index copies elements (a list, a mask, a tensor of indices).
+    """Returns whether indexing copies elements (the index is a list, a mask or a tensor).
 
-    Indexing with a number makes a view.
+    Indexing with a number returns a view instead.
     """
     if isinstance(index, torch.Tensor):
         return index.dim() > 0 or index.dtype in MASKS
@@ -124,7 +124,8 @@ def _makes_memory(name: str) -> bool:
     returned = [r for op in _overloads(name) for r in op._schema.returns]
     if not returned or any(r.alias_info is not None for r in returned):
         return False
-    # The schema of an op that calls other ops does not declare aliases: `einsum` may return a view.
+    # The schema of an op that calls other ops does not declare aliases. For example, `einsum` may
+    # return a view.
     return name in _COPYING or not any(map(_calls_others, _overloads(name)))
 
 
@@ -132,7 +133,7 @@ def _calls_others(op: OpOverload) -> bool:
     overload = op._schema.overload_name
     name = f"{op._schema.name}.{overload}" if overload else op._schema.name
     key = "CompositeImplicitAutograd"
-    if not torch._C._dispatch_has_kernel(name):  # an op that only TorchScript has
+    if not torch._C._dispatch_has_kernel(name):  # only TorchScript has this op
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
@@ -142,7 +143,7 @@ def is_pointwise(name: str) -> bool:
     """Returns whether the result has the sizes to which the tensor arguments broadcast."""
     if _OPERATORS.fullmatch(name):
         return name not in _MATMUL
-    of_tensors = [op for op in _overloads(name) if _takes_tensor(op)]  # `add` also joins lists
+    of_tensors = [op for op in _overloads(name) if _takes_tensor(op)]  # `add` also accepts lists
     return bool(of_tensors) and all(torch.Tag.pointwise in op.tags for op in of_tensors)
 
 
@@ -177,7 +178,7 @@ def draws(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether an in-place op gives the same dtype and strides as its out-of-place form."""
+    """Returns whether an in-place op and its out-of-place form give the same dtype and strides."""
     if name in ROW_MAJOR:
         return bool(args[0].is_contiguous())
     if _ARITHMETIC_IN_PLACE.fullmatch(name) is None or kwargs.get("out") is not None:
@@ -189,7 +190,7 @@ def keeps_type(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def selects_by_values(name: str, args: Sequence[Any]) -> bool:
-    """Returns whether values decide which elements the call takes or writes: `x[mask]`."""
+    """Returns whether values determine which elements the call reads or writes: `x[mask]`."""
     if name not in ("__getitem__", "index_put_"):
         return name in ("masked_select", "nonzero", "argwhere", "repeat_interleave", "unique")
     indices = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -197,7 +198,7 @@ def selects_by_values(name: str, args: Sequence[Any]) -> bool:
 
 
 def gives_its_argument(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Returns whether the call returns its argument for all sizes, such as disabled dropout."""
+    """Returns whether the call returns its argument unchanged for all sizes (disabled dropout)."""
     if "dropout" not in name or not args:
         return False
     p = args[1] if len(args) > 1 else kwargs.get("p")
@@ -243,5 +244,5 @@ def has_tensors(value: Any) -> bool:
 
 
 def reads_values(name: str) -> str:
-    """Returns why a function that makes this call is not replayed."""
+    """Returns the reason why a function with this call is not replayed."""
     return f"{name.removeprefix('__get__')} reads values"

@@ -15,7 +15,7 @@ from torch_autobatch._cell_program import VARIABLE, Line, Program, renamed
 Lines = Sequence[Line]
 
 _IN_PLACE_OPTION = ", inplace=True"
-# Functions with this option whose results have the dtype and the strides of the argument.
+# Functions with the option ``inplace`` whose results have the dtype and strides of the argument.
 _ACTIVATIONS = frozenset(
     (
         *("relu", "relu6", "leaky_relu", "elu", "selu", "celu", "silu", "mish", "hardtanh"),
@@ -25,8 +25,8 @@ _ACTIVATIONS = frozenset(
 
 _UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
-# In-place ops whose out-of-place form returns the dtype and the sizes of the tensor written to.
-# For the first set, this is true only if the other arguments are numbers.
+# In-place ops whose out-of-place form returns the dtype and the sizes of the first argument. For
+# the first set, this is true only if the other arguments are numbers.
 _FUNCTIONAL_OF_NUMBERS = frozenset(("pow_", "clamp_", "clamp_min_", "clamp_max_"))
 _FUNCTIONAL = frozenset(
     (
@@ -49,12 +49,12 @@ _FUNCTIONAL = frozenset(
 def optimized(
     lines: Lines, returned: str, own: set[str], constant: Callable[[Any], str]
 ) -> tuple[list[Line], str]:
-    """Returns the shortened lines, and the source of the result with renamed variables.
+    """Returns the shortened lines, and the source of the result with the new names of variables.
 
     `own`: variables whose memory the call has allocated. `constant`: returns a constant's name.
     """
     if any(line.writes and line.writes not in own for line in lines):
-        return without_unused(lines, returned), returned  # inputs may share the memory
+        return without_unused(lines, returned), returned  # inputs may share memory
     lines, names = without_writes(lines, own, constant)
     returned = renamed(returned, names)
     lines = without_repetitions(lines, returned)
@@ -62,7 +62,7 @@ def optimized(
 
 
 class _Aliases:
-    """Groups of variables that may share memory, because one was computed from the other."""
+    """Groups of variables that may share memory, because one is computed from another."""
 
     def __init__(self, lines: Lines) -> None:
         self._group: dict[str, str] = {}
@@ -96,14 +96,14 @@ def without_writes(
         line = line.renamed(names)
         if line.name == "_set_grad_enabled":
             is_in_no_grad = "False" in line.source
-        to = line.writes  # without autograd, a write keeps the gradient history of the tensor
+        to = line.writes  # a write without autograd does not change the tensor's autograd history
         if to in own and not is_in_no_grad and _has_counterpart(line) and _is_alone(line, found):
             in_rows, keeps_type = line.name in ROW_MAJOR, line.keeps_type
             line = _out_of_place(line, constant)
             names = {of: line.target if by == to else by for of, by in names.items()}
             names[to] = line.target
             own.add(line.target)
-            if keeps_type:  # in place, another shape would be an error
+            if keeps_type:  # an in-place op with a result of another shape is an error
                 is_dense = [Line("", f"{to}.is_contiguous() is True")] if in_rows else []
                 found += (*is_dense, line, Line("", f"{line.target}.shape == {to}.shape"))
                 continue
@@ -136,7 +136,7 @@ def _has_counterpart(line: Line) -> bool:
 
 
 def _is_alone(line: Line, before: Lines) -> bool:
-    """Returns whether earlier lines make no alias of the variable that `line` writes to."""
+    """Returns whether no earlier line makes an alias of the variable that `line` writes to."""
     to = line.writes
     aliases = _Aliases(before).of(to, {other.target for other in before if other.is_call})
     return aliases <= {to} and VARIABLE.findall(line.source).count(to) == 1
@@ -158,7 +158,7 @@ def objects_of_their_own(lines: Lines, returned: str) -> set[str]:
 
 
 def without_repetitions(lines: Lines, returned: str) -> list[Line]:
-    """Removes pure calls that repeat an earlier call, and uses the result of the earlier call."""
+    """Replaces a pure call that repeats an earlier call with the result of the earlier call."""
     written, fixed = _written(lines), objects_of_their_own(lines, returned)
     names: dict[str, str] = {}
     known: dict[tuple[str, str], str] = {}
@@ -218,7 +218,7 @@ def names_of_inputs(lines: Lines) -> set[str]:
 
 def may_repeat(line: Line, program: Program) -> bool:
     """Returns whether a call has no effect, and gives the same result for the same arguments."""
-    if line.name == "tensor":  # if its data is in the source, not in a list
+    if line.name == "tensor":  # if the data is in the source, and not in a list
         constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
         return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
     return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

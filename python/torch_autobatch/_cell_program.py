@@ -1,4 +1,4 @@
-"""The program that a call of a dynamic cell becomes: lines of Python source."""
+"""The program that replaces the function of a dynamic cell, as lines of Python source."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class Reason:
 class Line:
     """A line of a program: an assignment or a condition.
 
-    Variables are named by a letter and a number: ``x`` for the call's tensors and ints, ``r`` for
-    results of PyTorch's functions, ``s`` for sizes, ``k`` for constants (functions, weights,
+    The name of a variable is a letter and a number: ``x`` for the call's tensors and ints, ``r``
+    for results of PyTorch's functions, ``s`` for sizes, ``k`` for constants (functions, weights,
     dtypes).
     """
 
-    target: str  # empty: a condition that must hold
+    target: str  # if empty, the line is a condition that must hold
     source: str
     is_number: bool = False
-    name: str = ""  # of the called function
+    name: str = ""  # name of the called function
     writes: str = ""  # the variable that the call writes to
-    keeps_type: bool = False  # the op gives the same dtype and strides out of place
+    keeps_type: bool = False  # the out-of-place op returns the same dtype and strides
     fresh: bool = False  # a call whose result has new memory
     draws: bool = False  # a call that draws random numbers
-    selects: bool = False  # a call for which values decide the elements that it takes or writes
+    selects: bool = False  # a call that reads or writes elements depending on values
     reads: bool = False  # a condition on values, which must not be moved
-    place: str = dataclasses.field(default="", compare=False)  # of a condition: the source line
+    place: str = dataclasses.field(default="", compare=False)  # source line of a condition
 
     @property
     def is_condition(self) -> bool:
@@ -87,10 +87,10 @@ def renamed(source: str, names: dict[str, str]) -> str:
 
 
 def quoted(key: Any) -> str:
-    """Returns the source of a key or name.
+    """Returns the Python source of a key or name.
 
     Raises:
-        UntraceableError: if the key contains a name of a variable.
+        UntraceableError: if the key contains the name of a variable.
     """
     found = repr(key)
     if VARIABLE.search(found):
@@ -105,7 +105,7 @@ def are_the_same(ours: Any, theirs: Any) -> bool:
 
 
 def is_fixed(value: Any) -> bool:
-    """Returns whether the content of a constant can't change: not of a tensor or an array."""
+    """Returns whether a constant is immutable. Tensors and arrays are mutable."""
     return callable(value) or isinstance(value, _FIXED)
 
 
@@ -120,18 +120,18 @@ def _is_trained(value: Any) -> bool:
 
 @dataclasses.dataclass(eq=False)
 class Program:
-    """The traced lines of a call, which replay it without the function's Python code."""
+    """The traced lines of a call. They replay the call without the function's Python code."""
 
     inputs: tuple[str, ...]
     int_inputs: tuple[str, ...]
-    containers: tuple[str, ...]  # inputs that are objects, lists and dicts
+    containers: tuple[str, ...]  # inputs that are objects, lists or dicts
     lines: tuple[Line, ...]
     returned: str
     constants: dict[str, Any]
     has_effects: bool
     asks_after_draws: bool  # a condition may fail after random numbers have been drawn
-    reads_floats: bool  # from tensors, so that hardly two calls have the same numbers
-    made: list[Any]  # objects without tensors that the traced call has returned
+    reads_floats: bool  # numbers are read from tensors, so they differ in almost all calls
+    made: list[Any]  # objects without tensors that the traced call returned
 
     def difference(self, other: Program) -> Reason | None:
         """Returns the first difference, as text for a message; None if there is none."""
@@ -174,7 +174,7 @@ class Program:
 
 
 def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:
-    """Returns the source of a container. `source_of_item`: returns the source of an item."""
+    """Returns the source of a container. `source_of_item` returns the source of an item."""
     if isinstance(value, dict):
         items = (f"{quoted(key)}: {source_of_item(item)}" for key, item in value.items())
         return f"{{{', '.join(items)}}}"

@@ -24,7 +24,7 @@ from torch_autobatch._cell_sizes import TracedShape
 
 
 class ReturnedValue:
-    """Writes the source of a traced call's result, with the call's changes of its arguments.
+    """Writes the source of a traced call's result and of the call's changes to arguments.
 
     `expression`: returns the source of a tensor or a number. `constant`: returns the name of a
     constant. `objects`: the objects that the program makes.
@@ -59,7 +59,7 @@ class ReturnedValue:
         if is_object(value) and (has_state(value) or dataclasses.is_dataclass(value)):
             return self._new_object(value)
         self._note_made(value)
-        if dataclasses.is_dataclass(value) and isinstance(value, dict):  # of transformers
+        if dataclasses.is_dataclass(value) and isinstance(value, dict):  # from transformers
             return self._dict_of_fields(value)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
@@ -85,7 +85,7 @@ class ReturnedValue:
         return f"{kind}(**{structure_of(given, self._result)})"
 
     def _note_made(self, value: Any) -> None:
-        """Notes an object that the program makes. It may occur in the result only once."""
+        """Records an object that the program makes. It may occur only once in the result."""
         if isinstance(value, (list, dict)) or is_object(value):
             if id(value) in self._ids:
                 raise UntraceableError("its result contains the same object twice")

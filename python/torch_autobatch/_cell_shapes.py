@@ -1,8 +1,8 @@
 """Finds the origins of the sizes of results in the trace of a dynamic cell.
 
 If the size of a result is known to be the size of an argument, the program uses the argument's
-size. Conditions on this size are then checked before the first op, and calls with the same sizes
-are found to be equal. Otherwise the program reads the size from the result.
+size. Conditions on this size can then be checked before the first op, and calls with the same sizes
+can be recognized as equal. Otherwise the program reads the size from the result.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ class Size:
     value: int
 
 
-# By dimension: a traced number, a `Size`, an int that is the same in each call, or None if unknown.
+# For each dimension: a traced number, a `Size`, an int that is equal in all calls, or None if
+# unknown.
 Sizes = Sequence[Any]
 Given = dict[str, Any]
 
 
 class Origins:
-    """The origins of sizes. `name_of`: returns the variable of a tensor."""
+    """The origins of sizes. `name_of` returns the variable of a tensor."""
 
     def __init__(self, name_of: Callable[[Any], str]) -> None:
         self._name_of = name_of
@@ -114,7 +115,7 @@ class Origins:
         return [*first[:-1], self._of(args[1])[0] if len(args) > 1 else None]
 
     def _conv(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        """The kernel's channels. A length, if the padding keeps it."""
+        """Number of output channels from the kernel. Lengths only if the padding keeps them."""
         if len(args) < 2 or len(first) != args[1].dim():
             return ()
         given = dict(zip(("stride", "padding", "dilation"), args[3:6], strict=False)) | kwargs
@@ -199,7 +200,7 @@ def _each(value: Any, dims: int) -> Sequence[Any]:
 
 
 def _rest(first: Sizes, sizes: Sequence[Any]) -> Any:
-    """Returns the size that -1 stands for in `sizes`, given the sizes `first`; None: unknown."""
+    """Returns the size that -1 in `sizes` means for an input of sizes `first`; None: unknown."""
     numbers = [math.prod(s for s in of if type(s) is int and s >= 0) for of in (first, sizes)]
     left = [size for size in first if type(size) is not int]
     for size in sizes:

@@ -23,7 +23,7 @@ _ARITHMETIC = {
     "lshift": "<<",
     "rshift": ">>",
 }
-# The namespace of a program contains these functions.
+# A program can call these functions.
 ROUNDING: dict[str, Callable[..., Any]] = {
     "trunc": math.trunc,
     "floor": math.floor,
@@ -34,7 +34,7 @@ _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": 
 
 
 class Recorder(Protocol):
-    """The interface of the trace that traced numbers use."""
+    """The part of a trace that traced numbers use."""
 
     def is_recording(self) -> bool: ...
     def refuses_hashes(self) -> bool: ...
@@ -45,7 +45,7 @@ class Recorder(Protocol):
 
 
 class _Node:
-    """The node of a traced number, with the methods that C++ calls on a ``torch.SymInt``'s node."""
+    """The node of a traced number. C++ calls the same methods of a ``torch.SymInt``'s node."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -86,8 +86,8 @@ class _Traced:
 
     Arithmetic gives another traced number. A use that needs the value (a comparison, ``range``, a
     dict key) adds a condition: the program is valid only for sizes that satisfy the condition.
-    ``isinstance`` treats a traced number as an int or float. C code treats it as neither, so C code
-    calls its methods.
+    For ``isinstance``, a traced number is an int or float. C code does not recognize it as an int
+    or float, and therefore calls its methods.
     """
 
     def __init__(self, value: float, recorder: Recorder, name: str) -> None:
@@ -111,7 +111,7 @@ class _Traced:
         return value
 
     def _evaluate(self, compute: Callable[..., Any], *values: Any) -> Any:
-        """Computes a number. An error refuses the program, because it depends on the values."""
+        """Computes a number. If this fails, refuses the program: the error depends on values."""
         try:
             return compute(*values)
         except Exception as error:
@@ -141,7 +141,7 @@ class _Traced:
         return (other // self, other % self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        import numpy as np  # numpy is installed, because it calls this method
+        import numpy as np  # numpy is installed, because only numpy calls this method
 
         return np.asarray(self._is_fixed(), *args, **kwargs)
 
@@ -205,7 +205,7 @@ def is_traced(value: Any) -> bool:
 
 
 def converted(kind: type, number: Any) -> Any:
-    """Returns ``int(number)`` or ``float(number)`` of a traced number as a traced number."""
+    """Returns ``int(number)`` or ``float(number)`` as a traced number."""
     if isinstance(number, kind):
         return number
     return number._compute(number._evaluate(kind, number.value), f"{kind.__name__}({number.name})")
@@ -216,7 +216,7 @@ def source_of(value: Any) -> str:
         return str(value.name)
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
-    return f"({value!r})"  # parentheses, because a power binds tighter than a sign
+    return f"({value!r})"  # parentheses, because a power has a higher precedence than a sign
 
 
 def _plain_number(value: Any) -> Any:
@@ -278,7 +278,7 @@ for _name, _symbol in _COMPARISONS.items():
 
 
 class TracedShape(tuple[Any, ...]):
-    """A shape of traced numbers. ``isinstance`` treats it as a ``torch.Size``."""
+    """A shape of traced numbers. For ``isinstance``, it is a ``torch.Size``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

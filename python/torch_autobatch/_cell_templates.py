@@ -1,7 +1,8 @@
 """Templates replace the calls of a dynamic cell's program for tensor sizes that occurred before.
 
 The nodes that the calls add to the graph depend on the kinds of the tensors and on the numbers
-among the arguments. From the third call with such arguments on, C++ adds the nodes (``_C.Cell``).
+among the arguments. From the third call with the same kinds and numbers on, C++ adds the nodes
+(``_C.Cell``).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch_autobatch._cell_program import (
     source_of_function,
 )
 
-_FEWEST = 4  # for a program with fewer calls, a look-up costs too much
-_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # not determined by a tensor's kind
+_FEWEST = 4  # a look-up costs more than it saves in a program with fewer calls
+_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # not known from a tensor's kind
 
 
 def with_templates(
@@ -80,9 +81,9 @@ class _WeightViews:
     def __init__(self, program: Program, lines: Sequence[Line], file: str, line: int) -> None:
         self.made: dict[str, Tensor] = {}
         self.lines: list[Line] = []
-        self._of: dict[str, Tensor] = {}  # the parameter, by view
+        self._of: dict[str, Tensor] = {}  # by the variable of a view: the parameter
         self._make: dict[str, Callable[[], Tensor]] = {}
-        self._places: dict[str, Any] = {}  # the parameter's memory when the view was made
+        self._places: dict[str, Any] = {}  # by view: the parameter's memory when the view was made
         if torch.is_grad_enabled() or any(other.name == "_set_grad_enabled" for other in lines):
             return
         for other in lines:
@@ -145,7 +146,7 @@ def _may_go_first(line: Line, program: Program, sets_mode: bool) -> bool:
 
 
 def _needed(lines: Sequence[Line], asks: Iterable[Line]) -> list[Line]:
-    """Returns, in order, the lines that `asks` depend on and the lines that are in `asks`."""
+    """Returns the lines in `asks` and the lines on which they depend, in order."""
     wanted = list(asks)
     names = {name for line in wanted for name in line.variables()}
     found: list[Line] = []

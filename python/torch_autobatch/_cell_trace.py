@@ -1,9 +1,9 @@
 """Traces one call of a dynamic cell's function as a program of PyTorch calls, in Python source.
 
 A :class:`Trace` observes a call as a torch-function mode, and records lines: ``r3 = k1(r2, x0)``
-calls PyTorch, ``s4 = x0.size(0)`` is a size. Conditions on sizes that the function's own code
-depends on are lines too. Traces of the same function on tensors of other sizes are compared by
-their lines and constants.
+calls PyTorch, ``s4 = x0.size(0)`` is a size. A condition on sizes in the function's Python code
+becomes a line too. Traces of the same function with different sizes are compared by their lines and
+constants.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ _CHECKED = re.compile(
 # Calls whose results depend on values. The program reads these values in the same way as the
 # function.
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
-# Calls that return values that the function may use in any way. (`item` gives a traced number.)
+# Calls that return ordinary numbers. (`item` returns a traced number.)
 _NUMBERS = frozenset(("__int__", "__float__", "__index__", "tolist"))
 _READS = _VERDICTS | _NUMBERS | {"item"}
 
 
 def _place() -> str:
-    """Returns the line that is running, outside PyTorch and this package."""
+    """Returns the running line of the user's code, outside PyTorch and this package."""
     frame: Any = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
@@ -87,9 +87,9 @@ def _place() -> str:
 class Trace(Indexing, TorchFunctionMode):
     """Records one call. `inputs`: its tensors and ints, and containers of these.
 
-    `hashes`: whether sizes may be keys of a cache. The program is then valid only for these sizes.
-    If false, hashing a size raises TypeError, as for ``torch.SymInt``, and einops then uses no
-    cache. `numbers`: the list to which the trace adds its numbers.
+    `hashes`: whether sizes may be keys of a cache. If true, the program is valid only for the
+    hashed sizes. If false, hashing a size raises TypeError, as for ``torch.SymInt``, and einops
+    uses no cache. `numbers`: the list to which the trace adds its numbers.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Trace(Indexing, TorchFunctionMode):
         self.constants: dict[str, Any] = {}
         self.why: Reason | None = None  # why there is no program
         self._recording = True
-        self._names: dict[int, str] = {}  # variables of tensors, by id
+        self._names: dict[int, str] = {}  # the variable of each tensor, by the tensor's id
         self._held: list[Any] = []  # kept alive, so that ids stay unique
         self._origins = Origins(self._expression)
         self._own: set[str] = set()  # variables whose memory the call has allocated
@@ -113,7 +113,7 @@ class Trace(Indexing, TorchFunctionMode):
         self._context = context()
         self.has_effects = False
         self.reads_floats = False
-        self._may_be_copies = False  # whether it depends on sizes which tensors share memory
+        self._may_be_copies = False  # whether sizes determine which tensors share memory
         self.inputs = [f"x{i}" for i in range(len(inputs))]
         self._int_inputs = [f"x{i}" for i, value in enumerate(inputs) if isinstance(value, int)]
         self._values = inputs
@@ -158,7 +158,7 @@ class Trace(Indexing, TorchFunctionMode):
         self._numbers.append(weakref.ref(number))
 
     def note_error(self, error: Exception) -> None:
-        """Gives no program: the function may catch an error that other calls don't raise."""
+        """Refuses the program: the function may catch an error that other calls don't raise."""
         self.why = self.why or Reason(f"it catches {type(error).__name__}", _place())
 
     def add_guard(self, condition: str) -> None:
@@ -190,7 +190,8 @@ class Trace(Indexing, TorchFunctionMode):
             return func(*plain(tuple(args)), **plain(kwargs))
         if name in ("size", "__get__shape"):
             return self._size(args[0], *args[1:], **kwargs)
-        # Before the read: it may switch to other fibers, and a program with it would split batches.
+        # Checked before the read, because the read may switch to another fiber. A program with this
+        # read would split batches.
         if name in _READS and not all(map(_C.is_known, tensors_among(args))):
             self.refuse(reads_values(name))
         try:
@@ -204,7 +205,7 @@ class Trace(Indexing, TorchFunctionMode):
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), _place())
-        except (IndexError, TypeError, AttributeError):  # arguments by keyword, for example
+        except (IndexError, TypeError, AttributeError):  # for example, keyword arguments
             self.why = Reason(f"it calls {name} in a way that is not traced", _place())
         return result
 
@@ -256,8 +257,8 @@ class Trace(Indexing, TorchFunctionMode):
         if kwargs.get("memory_format", torch.contiguous_format) is not torch.contiguous_format:
             raise UntraceableError("it requests a memory format that is not contiguous_format")
         if self.has_effects and self._owns_all(args[:1]):
-            # After side effects, the function could not run instead of the program if the condition
-            # failed. Without writes, it does not matter whether the result is a copy.
+            # After side effects, a condition is not possible, because the function can't run again.
+            # Without writes, it does not matter whether the result is a copy.
             self._may_be_copies = True
             return
         is_dense = args[0].is_contiguous()
@@ -269,7 +270,7 @@ class Trace(Indexing, TorchFunctionMode):
         """Records a call that returns no tensor. Returns the result for the function."""
         if name == "__setitem__":
             return self._put(*args)
-        if name == "_assert" and type(args[0]) is bool:  # on sizes, which is already a condition
+        if name == "_assert" and type(args[0]) is bool:  # on sizes: already a condition
             return result
         if name == "item" and type(result) in (int, float):
             target = self._add_call(func, name, args, kwargs)
@@ -286,7 +287,7 @@ class Trace(Indexing, TorchFunctionMode):
         if name in _VERDICTS or name in _NUMBERS:
             call = self._call(func, name, args, kwargs)
             condition = f"{call} is {result!r}"
-            if name in _NUMBERS:  # as text, because -0.0 == 0.0
+            if name in _NUMBERS:  # compared as text, because -0.0 == 0.0
                 condition = f"repr({call}) == {repr(result)!r}"
             self.lines.append(Line("", condition, place=_place(), reads=True))
             return result
@@ -321,7 +322,7 @@ class Trace(Indexing, TorchFunctionMode):
         if dim is None:
             return TracedShape(self._size(tensor, d) for d in range(tensor.dim()))
         dim = int(dim)
-        size = tensor.shape[dim]  # raises the error that the call raises
+        size = tensor.shape[dim]  # raises the same error as the call
         variable = self._expression(tensor)
         if variable[0] == "k":  # a constant, whose sizes are guarded
             return size
@@ -342,7 +343,7 @@ class Trace(Indexing, TorchFunctionMode):
         return f"{kind}{self._counts[kind]}"
 
     def _bind(self, value: Tensor, name: str, is_own: bool) -> None:
-        if id(value) in self._names:  # returned by an in-place op, or by an op that does nothing
+        if id(value) in self._names:  # an in-place op, or an op that returned its argument
             return
         self._names[id(value)] = name
         self._held.append(value)
@@ -411,12 +412,12 @@ class Trace(Indexing, TorchFunctionMode):
     # --- The program ---
 
     def stop(self) -> None:
-        """Ends the recording: from now on, traced numbers behave like ordinary numbers."""
+        """Ends the recording. After this, traced numbers behave like ordinary numbers."""
         self._recording = False
         _C.trace_conversions(None)
 
     def finish(self, result: Any) -> Program | None:
-        """Returns the program, or None. `why` then gives the reason."""
+        """Returns the program. If there is none, returns None, and `why` gives the reason."""
         self.stop()
         try:
             return None if self.why else self._program(result)

@@ -1,8 +1,9 @@
 """Compiles the bodies of cells with PyTorch's Inductor, for ``cell(compile=True)``.
 
-The forward part and the backward part of a body's graph are compiled separately, and called without
-autograd between them. So the library can run backward only on the reached members, and collect the
-weights' gradients over batches. Inductor and its dependencies are imported at the first use.
+The forward part and the backward part of a body's graph are compiled separately. No autograd node
+connects them. So the library can run backward only on the members that gradients reach, and can
+collect the weights' gradients over batches. Inductor and its dependencies are imported at the first
+use.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_tape import PRODUCT, ROWS
 
-# (kind, slot, left, right, skip): CompiledSubgraph::Gradient (compiled_subgraph.h).
+# (kind, slot, left, right, skip). See CompiledSubgraph::Gradient (compiled_subgraph.h).
 _Part: TypeAlias = tuple[int, int, Tensor, Tensor | None, int]
 
-_MOST_MASKS = 16  # sets of results from which gradients can come
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # of the largest magnitude; else 5e-2
-_SAMPLE = 2  # members that are compared with eager
+_MOST_MASKS = 16  # maximum number of sets of results that can have gradients
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # times the largest magnitude; else 5e-2
+_SAMPLE = 2  # number of members that are compared with eager mode
 
 _known: dict[Any, Code | None] = {}
 
@@ -41,7 +42,7 @@ def compile_body(body: _C.Body, operands: Sequence[Tensor]) -> Code | None:
         try:
             pairs = zip(operands, body.operands, strict=True)
             _known[key] = Code(body, [t if o.is_weight else t[:_SAMPLE] for t, o in pairs])
-        except Exception as error:  # any error of Inductor, its compiler or a rule
+        except Exception as error:  # an error of Inductor, the C++ compiler or a rule
             _known[key] = None
             _warn(f"the cell with the ops {body.names()}", error)
     return _known[key]
@@ -83,7 +84,7 @@ class Code:
             for mask in _masks(body)
         }
         whole = joints[max(joints)]
-        # Nodes of forward have the same names in all joint graphs.
+        # A node of the forward part has the same name in all joint graphs.
         names = {node.name for joint in joints.values() for node in joint.saved()}
         saved = [node for node in whole.module.graph.nodes if node.name in names]
         if len(saved) < len(names):
@@ -103,7 +104,8 @@ class Code:
             elif node not in places:
                 places[node] = (False, self._num_results + len(extra))
                 extra.append(node)
-        # By saved tensor: (true, slot of the operand) or (false, index of the output of forward).
+        # For each saved tensor: (true, slot of the operand) or (false, index of the output of
+        # forward).
         self._saved = [places[node] for node in saved]
         self._stacked = [bool(self._fakes.rows(node.meta["val"])) for node in saved]
         order = [node.name for node in saved]
@@ -117,7 +119,7 @@ class Code:
         _check(body, self, sample)
 
     def runs(self, members: int) -> bool:
-        """Returns whether the assumptions of the compilation hold for this number of members."""
+        """Returns whether the compiled code is valid for this number of members."""
         return self._fakes.holds_for(members)
 
     def forward(self, operands: list[Tensor]) -> tuple[Sequence[Tensor], list[Tensor], list[bool]]:
@@ -135,14 +137,14 @@ class Code:
     ) -> list[_Part]:
         """Returns the parts of the operands' gradients.
 
-        ``reached``: the results that have gradients, as a bit set.
+        ``reached`` is the set of the results that have gradients, as bits.
         """
         return self._backwards[reached].run(saved, gradients)
 
     def backward_as_traced(
         self, reached: int, saved: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[_Part]:
-        """Returns the same as ``backward``, computed op by op without compiled code."""
+        """Returns the same as ``backward``, but runs op by op, without compiled code."""
         return self._backwards[reached].run_traced(saved, gradients)
 
     def masks(self) -> list[int]:
@@ -151,7 +153,7 @@ class Code:
 
 
 class _Backward:
-    """Backward from gradients of one set of results. It is compiled at the first run."""
+    """Backward from the gradients of one set of results. It is compiled when it first runs."""
 
     def __init__(self, joint: Any, order: Sequence[str], runs: Callable[[int], bool]) -> None:
         own = joint.saved()
@@ -186,7 +188,7 @@ class _Backward:
                 pairs = zip(compiled(*given), self._module(*given), strict=True)
                 _compare("a gradient", pairs)
             self._compiled = compiled
-        except Exception as error:  # as in compile_body
+        except Exception as error:  # any error, as in compile_body
             self._failed = True
             _warn("the backward of a cell", error)
 
@@ -212,9 +214,9 @@ def _compile(module: Any, fakes: Sequence[Tensor]) -> Callable[..., Any]:
 
 
 def _masks(body: _C.Body) -> list[int]:
-    """Returns the sets of results from which gradients can come, as bit sets.
+    """Returns the sets of results that can have gradients, as bit sets.
 
-    A set includes the results that its gradients pass through (``Body.closure``).
+    A set also includes the results through which these gradients pass (``Body.closure``).
     """
     masks = {0}
     for k, result in enumerate(body.results):
@@ -229,7 +231,7 @@ def _masks(body: _C.Body) -> list[int]:
 
 
 def _check(body: _C.Body, code: Code, sample: Sequence[Tensor]) -> None:
-    """Compares the code with eager ops, on members of the current batch. Raises if they differ."""
+    """Compares the code with eager ops, on members of the batch. Raises an error if they differ."""
     results, saved, _ = code.forward(list(sample))
     with torch.enable_grad(), torch.inference_mode(False):
         leaves = [
@@ -268,13 +270,13 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def _some_numbers(like: Tensor) -> Tensor:
-    """Returns deterministic numbers, without using the random generators."""
+    """Returns deterministic numbers. Does not use the random number generators."""
     line = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (line * 1.7 + 0.3).cos().to(like.dtype).reshape(like.shape)
 
 
 def _whole_gradients(parts: Sequence[_Part], body: _C.Body, members: int) -> dict[int, Tensor]:
-    """Returns the gradients by operand, combined from their parts as the library combines them."""
+    """Returns the gradient of each operand. Combines the parts in the same way as the library."""
     found: dict[int, Tensor] = {}
     for kind, slot, left, right, skip in parts:
         grad = left

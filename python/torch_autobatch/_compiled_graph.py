@@ -1,7 +1,7 @@
 """The joint graph of a cell's body for n members, and its forward and backward parts.
 
 The joint graph computes forward and backward. ``make_fx`` traces the body's tape on stacked
-operands, with the gradients of its results. n is symbolic.
+operands and on the gradients of the results. n is a symbolic size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch_autobatch import _C
 from torch_autobatch._compiled_tape import STACKED, WHOLE, Run
 from torch_autobatch._compiled_views import UnsupportedError
 
-_MEMBERS = 64  # the hint for n: the code is optimized for about this number
+_MEMBERS = 64  # the hint for n: Inductor optimizes for about this number
 
-_SHAPES = frozenset({"alias", "detach", "view", "_unsafe_view"})  # keep all elements in their order
+_SHAPES = frozenset({"alias", "detach", "view", "_unsafe_view"})  # they keep the elements' order
 _VIEWS = _SHAPES | {
     *("as_strided", "expand", "permute", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "unbind", "unsqueeze"),
@@ -68,13 +68,13 @@ class Fakes:
         return True if open_dims == [0] and self.is_n(value.shape[0]) else None
 
     def holds_for(self, n: int) -> bool:
-        """Returns whether the assumptions about n hold for this number."""
+        """Returns whether ``n`` satisfies the assumptions made while tracing."""
         symbol = self.n.node.expr
         return all(bool(guard.expr.subs({symbol: n})) for guard in self._guards)
 
 
 class Gradient(NamedTuple):
-    """How an operand's gradient, or a term of it, is computed from backward's outputs."""
+    """How to compute an operand's gradient, or one term of it, from backward's outputs."""
 
     kind: int
     slot: int
@@ -150,7 +150,7 @@ class Joint:
                 kind = WHOLE if self._body.operands[slot].is_weight else STACKED
                 self.gradients.append(Gradient(kind, slot, len(outputs)))
                 outputs.append(grad)
-        places: dict[int, int] = {}  # by id of a use's output, which a matrix and bias share
+        places: dict[int, int] = {}  # by id of a use's output: a matrix and its bias share one
         for use, grad in zip(run.uses, found[len(slots) :], strict=True):
             if grad is None:
                 continue
@@ -169,8 +169,8 @@ class Joint:
     def saved(self) -> list[fx.Node]:
         """Returns the nodes of forward that backward needs: operands, and results of ops.
 
-        Backward recomputes views, and values that depend on n but do not have a row for each
-        member.
+        Other nodes are recomputed in backward: views, and values that depend on n but have no row
+        for each member.
         """
         found: dict[fx.Node, None] = {}
         for node in self.others:
@@ -206,7 +206,7 @@ class Joint:
         return self._fakes.is_n(node.meta["val"]) if _is_size(node) else False
 
     def forward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """Returns the graph from operands to results and saved tensors."""
+        """Returns the graph that computes results and saved tensors from operands."""
         return _part(self.module, self.operands, [*self.results, *saved], {})
 
     def backward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
@@ -243,7 +243,7 @@ def _stripped(node: fx.Node, names: Iterable[str]) -> fx.Node:
 
 
 def tanh(x: Any) -> Any:
-    """Computes tanh in float32, to two units in the last place.
+    """Computes tanh in float32, with an error of at most two units in the last place.
 
     PyTorch's vectorized tanh is much slower. The polynomial is from Moshier's Cephes library.
     """
@@ -271,7 +271,7 @@ def _part(
 ) -> fx.GraphModule:
     """Returns the graph that computes the outputs from the inputs.
 
-    `counts`: nodes that stand for n, and the input whose number of rows gives n.
+    `counts`: nodes whose value is n, and the input whose number of rows is n.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

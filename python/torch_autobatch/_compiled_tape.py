@@ -14,11 +14,11 @@ from torch import Tensor
 from torch_autobatch import _C
 from torch_autobatch._compiled_views import UnsupportedError, view
 
-# Kinds of gradients of operands: CompiledSubgraph::Gradient::Kind (compiled_subgraph.h).
+# Kinds of operands' gradients. See CompiledSubgraph::Gradient::Kind (compiled_subgraph.h).
 STACKED, WHOLE, PRODUCT, ROWS = range(4)
 
-# Products with a weight: positions of the arguments for the rows, the matrix [K, M] and the bias
-# (-1: none), and whether the matrix is transposed, [M, K].
+# Products with a weight: positions of the arguments that are the rows, the matrix [K, M] and the
+# bias (-1: no bias), and whether the matrix is transposed, [M, K].
 _PRODUCTS: dict[str, tuple[int, int, int, bool]] = {
     "aten::linear": (0, 1, 2, True),
     "aten::addmm": (1, 2, 0, False),
@@ -46,7 +46,7 @@ class Run:
     body: _C.Body
     collects: bool  # whether gradients of weights are collected as `uses`
     values: dict[int, Tensor] = field(default_factory=dict)
-    stacked: set[int] = field(default_factory=set)  # values with a dimension of members
+    stacked: set[int] = field(default_factory=set)  # values whose first dimension is the members
     weights: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by value: slot, transposed
     uses: list[Use] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ class Run:
         lead = int(parent in self.stacked)
         if result in self.pieces and result not in self.values:
             dim, values, lengths = self.pieces[result]
-            parts = torch.split(of, lengths, lead + dim)  # the gradient of `split` is one `cat`
+            parts = torch.split(of, lengths, lead + dim)  # the backward of `split` is one `cat`
             self.values |= dict(zip(values, parts, strict=True))
         made = self.values.get(result)
         if made is None:
@@ -122,7 +122,7 @@ class Run:
         return out if value in self.stacked else out.expand(self.count, *out.shape)
 
     def _elementwise(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """Runs an elementwise op on stacked tensors: a member's dimensions are the last ones."""
+        """Runs an elementwise op on stacked tensors. The last dimensions are those of a member."""
         given = {o: self.values[o] for o in step.operands if o >= 0}
         if not step.is_elementwise or len({x.dtype for x in given.values()}) > 1:
             return None  # type promotion differs between 0-dim tensors and others
@@ -133,7 +133,7 @@ class Run:
         return self.body.run(step.node, [given.get(o) for o in step.operands])
 
     def _joined(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """Joins tensors. functorch's rule would make the number of members a constant."""
+        """Concatenates tensors. functorch's rule would make the number of members a constant."""
         if step.op not in ("aten::cat", "aten::stack"):
             return None
         dim = self.body.arguments(step.node)[1]
@@ -220,9 +220,10 @@ class Run:
 
 
 def pieces_of(body: _C.Body) -> dict[int, tuple[int, list[int], list[int]]]:
-    """Finds views that together cover a value (its `chunk`).
+    """Finds views that together cover a value, as the results of `chunk` do.
 
-    Returns, by view: the dimension, all views of the value, and their lengths in this dimension.
+    Returns, for each view: the dimension, all views of the value, and their lengths in this
+    dimension.
     """
     views: dict[tuple[int, int], list[_C.BodyStep]] = {}
     wholes: dict[int, tuple[list[int], list[int]]] = {}

@@ -37,7 +37,7 @@ def _refined(numel: int, strides: Sequence[int]) -> list[int] | None:
 def _starts(
     sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int], offset: int
 ) -> dict[int, int] | None:
-    """Returns the index of the element at the offset, by dimension; None if there is none."""
+    """Returns the index of the element at the offset, in each dimension; None if there is none."""
     start = dict.fromkeys(range(len(sizes)), 0)
     for d in dims:
         if strides[d] == 0:
@@ -62,12 +62,12 @@ def _matched(
     start = _starts(sizes, strides, free, offset)
     if start is None:
         return None
-    sources: list[int | None] = []  # by dimension of the view; None: of size 1, or expanded
+    sources: list[int | None] = []  # for each dimension of the view; None: size 1, or expanded
     for size, stride in zip(to, to_strides, strict=True):
         if size == 1 or stride == 0:
             sources.append(None)
             continue
-        for d in free:  # the largest stride that fits
+        for d in free:  # find the largest stride that fits
             step, rest = divmod(stride, strides[d])
             if rest == 0 and step > 0 and start[d] + (size - 1) * step < sizes[d]:
                 break
@@ -113,7 +113,7 @@ def view(
         The view, [*members, *to]. It may be a copy.
 
     Raises:
-        UnsupportedError: if it is not a slice, permutation, expansion or reshape, or has no
+        UnsupportedError: if the view is not a slice, permutation, expansion or reshape, or has no
             elements.
     """
     sizes = list(x.shape[lead:])

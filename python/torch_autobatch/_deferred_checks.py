@@ -1,11 +1,11 @@
 """Decides which checks may be deferred to the flush, such as ``if not valid.all(): raise ...``.
 
-A check reads the truth value of a tensor, and one of the two truth values only raises an error.
-``batch()`` continues with the other truth value, and the flush that computes the tensor performs
-the check. The decision depends on the source: the statement must be an ``if`` or an ``assert``
-whose failing branch ends with ``raise`` on every path, and no code between the statement and the
-block may catch the error. If this is not certain, the value is read immediately. Results are cached
-by code object and instruction (``csrc/python/deferred_checks.cpp``).
+A check reads the truth value of a tensor. For one of the two truth values, the check only raises an
+error. ``batch()`` continues with the other truth value. The flush that computes the tensor performs
+the check. A check is deferred under two conditions. First, the statement must be an ``if`` or an
+``assert`` whose failing branch ends with ``raise`` on every path. Second, no code between the
+statement and the block may catch the error. If this is not certain, the value is read immediately.
+Results are cached by code object and instruction (``csrc/python/deferred_checks.cpp``).
 
 The statement may be in a caller. The function that reads the value returns the truth value
 (``return bool(valid.all())``), or returns the tested tensor early (``if not valid.all(): return
@@ -32,7 +32,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Check:
-    """A statement that raises an error if a truth value is not the expected one."""
+    """A statement that raises an error if a truth value is not the expected value."""
 
     def __init__(
         self, code: types.CodeType, expected: bool, failing: list[ast.stmt], names: list[str]
@@ -46,7 +46,7 @@ class Check:
     def failure(
         self, variables: dict[str, Any], module: dict[str, Any], asked: str
     ) -> BaseException:
-        """Runs the failing branch with the former variables, and returns the error that it raises.
+        """Runs the failing branch with the check's variables, and returns the error that it raises.
 
         ``asked``: the line of the user's code that read the truth value.
         """
@@ -55,7 +55,7 @@ class Check:
             run(**variables)
         except BaseException as error:
             if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next  # without this function
+                error.__traceback__ = error.__traceback__.tb_next  # removes this function's frame
             note = "torch_autobatch.batch() deferred this check until its value was computed"
             error.add_note(note + (f"; the program made the check at {asked}" if asked else ""))
             return error
@@ -77,8 +77,8 @@ def check_at(
 ) -> Check | None:
     """Returns the check that reads a truth value at an instruction; None if it can't be deferred.
 
-    ``method`` is the method of the tensor that reads the truth value. ``return`` means that the
-    instruction is the call of a function that returns the truth value.
+    ``method`` is the tensor's method that reads the truth value. If it is ``return``, the
+    instruction calls a function that returns the truth value.
     """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else syntax_of(code)
@@ -98,7 +98,7 @@ def check_at(
 def returned_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> tuple[bool | None, bool | None]:
-    """Returns the tensor's truth values for which the function returns False and True.
+    """Returns two truth values of the tensor: those for which the function returns False and True.
 
     A truth value is None if the tensor alone does not determine the result.
     """
@@ -114,8 +114,8 @@ def returned_at(
     return None, None
 
 
-# Tests of a tensor after which a function returns the tensor early. The numbers are those of Method
-# in csrc/python/deferred_checks.cpp.
+# Tests of a tensor after which a function returns the tensor early. The numbers are the values of
+# Method in csrc/python/deferred_checks.cpp.
 _TESTS = {("all", False): 3, ("any", True): 4}
 
 
@@ -124,8 +124,8 @@ def early_return_at(
 ) -> tuple[int, bool] | None:
     """Returns the test that reads a truth value, if the function then returns the tested tensor.
 
-    Covers ``if not x.all(): return x`` and ``if x.any(): return x``. The second element tells
-    whether the function is PyTorch's.
+    Recognizes ``if not x.all(): return x`` and ``if x.any(): return x``. The second element of the
+    result says whether the function belongs to PyTorch.
     """
     end = _end_of_tested(code, offset, method)
     syntax = None if end is None else syntax_of(code)
@@ -141,7 +141,7 @@ def early_return_at(
 
 
 def check_after(code: types.CodeType, offset: int, test: int) -> Check | bool:
-    """Returns the check of the tensor that a call returns, for a test that failed in the call.
+    """Returns the check of the tensor that a call returned after ``test`` failed in the call.
 
     The function must test the result in the next statement: ``valid = call()``, ``if not
     valid.all(): raise ...``. Returns True if the function returns the tensor to its caller, and
@@ -179,12 +179,12 @@ def _check_of(
     failing = _failing_branch(following)
     names = _names(code, failing)
     if names is None or name in names:
-        return False  # the variable has another value than in eager mode
+        return False  # the variable's value differs from eager mode
     return Check(code, True, failing, names)
 
 
 def _test_of(node: ast.expr, truth: bool) -> tuple[str, int]:
-    """Returns the tested variable and the test, for ``x.all()``, ``torch.all(x)`` and the like."""
+    """Returns the tested variable and the test, for ``x.all()``, ``torch.all(x)`` and similar."""
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return "", 0
     kind = "all" if node.func.attr == "_is_all_true" else node.func.attr
@@ -212,14 +212,14 @@ def _is_call(node: ast.expr | None, end: tuple[int, int]) -> bool:
 def _deciding_truth(
     operands: Iterator[tuple[ast.expr, bool]], end: Any, method: str, module: dict[str, Any]
 ) -> bool | None:
-    """Returns the deciding truth value of the operand that ends at ``end``, or None."""
+    """Returns the truth value with which the operand at ``end`` decides the test, or None."""
     return next((t for n, t in operands if _end(n) == end and _asks(n, method, module)), None)
 
 
 def calls(frame: types.FrameType, code: types.CodeType) -> bool:
-    """Returns whether the call in progress in the frame is a call of this code.
+    """Returns whether the frame is currently calling this code.
 
-    A call of a C function that calls the code, such as ``all(map(...))``, does not count.
+    Returns false if the frame calls a C function that calls the code, such as ``all(map(...))``.
     """
     called = _called_at(frame.f_code, frame.f_lasti)
     function = None if called is None else _function_of(called, frame)
@@ -227,7 +227,7 @@ def calls(frame: types.FrameType, code: types.CodeType) -> bool:
 
 
 def _function_of(called: ast.expr, frame: types.FrameType) -> Any:
-    """Returns the function that an expression names, also as a method of an object's class."""
+    """Returns the function that an expression names. It may be a method of an object's class."""
     found = look_up(called, frame)
     if found is not None or not isinstance(called, ast.Attribute):
         return found
@@ -363,7 +363,7 @@ _LEAVING = (
 
 
 def _only_raises(branch: list[ast.stmt]) -> bool:
-    """Returns whether a branch raises an error on every path, and has only simple statements."""
+    """Returns whether a branch raises an error on every path and has only simple statements."""
     if not branch or not all(isinstance(s, (*_STATEMENTS, ast.Raise)) for s in branch):
         return False
     for statement in branch:

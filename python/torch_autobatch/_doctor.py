@@ -78,7 +78,8 @@ def _in_map(model: nn.Module, instances: Sequence[Tensor]) -> list[Tensor]:
 def check() -> list[tuple[str, float, Exception | None]]:
     """Runs small models batched and eagerly.
 
-    Returns, by model: its name, the largest relative difference, and the error that was raised.
+    Returns, for each model: its name, the largest relative difference, and the error if one was
+    raised.
     """
     torch.manual_seed(0)
     lengths = [1 + i % 7 for i in range(32)]

@@ -1,4 +1,4 @@
-"""``Engine``: requests that come at any time share batches, op by op."""
+"""``Engine``: batches ops across requests that arrive at any time."""
 
 import asyncio
 import atexit
@@ -27,8 +27,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 _engines: "weakref.WeakSet[Engine[Any]]" = weakref.WeakSet()
-_BUFFERED = 64  # items that a request may be ahead of its reader, by default
-_PATIENCE = 0.5  # seconds that `stats` waits for the engine's thread
+_BUFFERED = 64  # default number of items that a request may be ahead of its reader
+_PATIENCE = 0.5  # maximum seconds that `stats` waits for the engine's thread
 
 
 class Settings(TypedDict, total=False):
@@ -48,20 +48,20 @@ class Settings(TypedDict, total=False):
 class Engine(Generic[_R]):
     """Serves calls of a function that is written for one request, and batches ops across calls.
 
-    One thread runs all requests, each in a fiber, like the instances of ``map``. Captured ops run
-    in slices of about a millisecond. Between two slices, new requests start, requests whose values
-    have been computed continue, and finished requests deliver their results. So a request joins the
-    batches of other requests at any op, and does not wait for them to end.
+    One thread runs all requests in fibers, like the instances of ``map``. Captured ops run in
+    slices of about a millisecond. Between two slices, new requests start, requests whose values
+    have been computed continue, and finished requests deliver their results. So a new request can
+    join the batches of running requests at any op, and need not wait for their end.
 
     Args:
         fn: the code for one request. Its arguments are the arguments of ``submit``. It may read
             values (``item()``, ``if x > 0``) and call any number of models. It must not wait for
             anything else. A generator function yields parts of the result: see ``stream``.
         max_live: maximum sum of the costs of running requests (without ``cost``, their number).
-            Each request has a separate stack. A single request may always run.
+            Each request has a separate stack. One request may always run, whatever its cost.
         max_queue: maximum sum of the costs of waiting requests. Further requests are refused.
         max_delay: seconds that a request waits for other requests if none is running. 0 is usually
-            right, because running requests form batches.
+            best, because running requests form batches.
         cost: computes the cost of a request from its arguments (tokens, nodes). None: 1.
         grad: whether gradients are recorded. False: requests run under ``inference_mode``.
         granularity: as for ``batch``.
@@ -70,9 +70,9 @@ class Engine(Generic[_R]):
             and its current line. None: never.
         name: name of the thread in logs and metrics. None: the name of ``fn``.
 
-    Modules that ``fn`` uses should be in eval mode. The engine warns about modules in training mode
-    if they are ``fn``, the object of the method ``fn``, or in the closure, defaults or globals of
-    ``fn``. It does not find modules in other objects.
+    Modules that ``fn`` uses should be in eval mode. The engine warns about a module in training
+    mode if the module is ``fn``, is the object of the method ``fn``, or is in the closure, defaults
+    or globals of ``fn``. Modules in other objects are not found.
 
     Raises:
         ValueError: if a number is out of range.
@@ -161,9 +161,10 @@ class Engine(Generic[_R]):
             seed: seed of ``ab.generator()`` in ``fn``.
 
         Returns:
-            A future. Its result contains ordinary tensors, with eager's values. An exception of the
-            request becomes the future's exception. ``cancel()`` ends the request, even while it
-            runs. Callbacks of the future run on the engine's thread, so they must not wait.
+            A future. Its result contains ordinary tensors, with the values of eager mode. An
+            exception of the request becomes the future's exception. ``cancel()`` ends the request,
+            even if the request is running. Callbacks of the future run on the engine's thread, so
+            they must not wait.
 
         Raises:
             QueueFull: if ``max_queue`` requests are waiting.
@@ -175,7 +176,7 @@ class Engine(Generic[_R]):
         return future
 
     async def __call__(self, *args: Any, **options: Any) -> _R:
-        """``submit`` for coroutines. Cancelling the waiting task cancels the request."""
+        """Submits a request from a coroutine. Cancelling the waiting task cancels the request."""
         return await asyncio.wrap_future(self.submit(*args, **options))
 
     def map(self, instances: Iterable[Any], *, return_exceptions: bool = False) -> list[Any]:
@@ -221,8 +222,8 @@ class Engine(Generic[_R]):
 
         Args:
             args, timeout, priority, cost, seed: as for ``submit``.
-            buffer: number of items that ``fn`` may be ahead of the reader. At this number the
-                request is suspended, and other requests continue.
+            buffer: number of items that ``fn`` may be ahead of the reader. When the buffer is full,
+                the request is suspended, and other requests continue.
 
         Raises:
             TypeError: if ``fn`` is not a generator function.
@@ -291,14 +292,14 @@ class Engine(Generic[_R]):
 
         Args:
             state_dict: argument of ``module.load_state_dict``.
-            module: the module that gets the weights. None: the only module that ``fn`` uses.
+            module: the module to update. None: the only module that ``fn`` uses.
             in_flight: how running requests proceed. "finish": they finish with the old weights, and
                 waiting requests start after them. "restart": they start again with the new weights,
                 except requests that stream, which finish.
             strict: as for ``load_state_dict``.
 
         Returns:
-            A future of None, with the exception of ``load_state_dict`` if it failed.
+            A future of None, or with the exception of ``load_state_dict``.
 
         Raises:
             ValueError: if ``in_flight`` is invalid, or if ``module`` is None and ``fn`` uses no
@@ -330,7 +331,7 @@ class Engine(Generic[_R]):
             restart: end running requests, except streams, and restart them after the action.
 
         Returns:
-            A future of None, with the exception of ``action`` if it failed.
+            A future of None, or with the exception that ``action`` raised.
 
         Raises:
             RuntimeError: if the engine was shut down.

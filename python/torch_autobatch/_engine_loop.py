@@ -20,9 +20,9 @@ from torch_autobatch._module_attributes import watch_modules
 from torch_autobatch._report import Report
 from torch_autobatch._scope import Granularity, batch
 
-_IDLE = 1.0  # seconds without requests after which cached memory is freed
-# A turn starts requests for the duration of a slice, or longer, until about 1 / _TURNS of the
-# waiting requests have been started.
+_IDLE = 1.0  # cached memory is freed after this many seconds without requests
+# An iteration starts requests for at least the duration of a slice, and until about 1 / _TURNS of
+# the waiting requests have started.
 _TURNS = 4
 
 
@@ -48,7 +48,7 @@ class Options:
 
 
 class _Outcome:
-    """The outcome of a request. The future receives it after control has left the fiber."""
+    """The outcome of a request. The future receives it after the fiber has been left."""
 
     __slots__ = ("error", "request", "result")
 
@@ -61,8 +61,8 @@ class _Outcome:
 class Loop:
     """The loop of an engine's thread.
 
-    Other threads may use only the methods under "from any thread" and, while they hold ``lock``,
-    ``news``, ``queue`` and ``closing``. They may read statistics.
+    Other threads may use only the methods under "from any thread". While they hold ``lock``, they
+    may also use ``news``, ``queue`` and ``closing``. They may read statistics.
     """
 
     def __init__(self, function: Callable[..., Any], yields: bool, options: Options) -> None:
@@ -75,14 +75,14 @@ class Loop:
         self.failure: BaseException | None = None  # the error that ended the loop
         self.turns = 0  # iterations of the loop, for the watchdog
         self.is_idle = True
-        self.report = Report()  # as of the last `take_report`
+        self.report = Report()  # the state at the last `take_report`
         self._posts: deque[Callable[[], object]] = deque()
         self._between: deque[tuple[Callable[[], object], bool]] = deque()
         self._function = function
         self._yields = yields
-        self._live: dict[int, Request] = {}  # by number
+        self._live: dict[int, Request] = {}  # by number of the request
         self._live_cost = 0.0
-        self._start_time = 0.0  # mean seconds from the start of a request until it waits or ends
+        self._start_time = 0.0  # mean seconds from a request's start until it waits or ends
         self._outcomes: list[_Outcome] = []
         self._server: _C.Server
         self._scope: batch
@@ -98,7 +98,7 @@ class Loop:
     def post_between(self, action: Callable[[], object], restart: bool) -> None:
         """Makes the thread call ``action`` while no request is running.
 
-        ``restart``: running requests are ended, and restart after the action.
+        If ``restart``, running requests are ended, and start again after the action.
         """
         self.post(lambda: self._between.append((action, restart)))
 
@@ -160,7 +160,7 @@ class Loop:
             self.stats.slices += 1
             self._deliver()
             if waits and self._live:
-                self._sleep()  # all requests wait for their readers
+                self._sleep()  # every request waits for its reader
             return True
         with self.lock:
             if self.closing and not len(self.queue) and not self._between:
@@ -188,7 +188,7 @@ class Loop:
         return not self._live or self._live_cost + request.cost <= self.options.max_live
 
     def _delays(self) -> bool:
-        """Whether waiting requests wait for further requests before they start."""
+        """Whether the queued requests wait for more requests (``max_delay``) before they start."""
         if self._live or self.options.max_delay <= 0 or self.closing:
             return False
         if self.queue.cost >= self.options.max_live:
@@ -213,7 +213,7 @@ class Loop:
             else:
                 make_real(result)
         except GreenletExit:
-            return  # the loop has ended the request
+            return  # the loop has already ended the request
         except BaseException as raised:
             error = raised
         self._outcomes.append(_Outcome(request, result, error))
@@ -227,7 +227,7 @@ class Loop:
         for item in items:
             make_real(item)
             if not channel.put(item):
-                _C.wait_in_fiber(request)  # until the reader has caught up
+                _C.wait_in_fiber(request)  # waits until the reader takes items
         return None
 
     def _step(self) -> bool:
@@ -238,7 +238,7 @@ class Loop:
     # --- the end of requests ---
 
     def _forget(self, request: Request) -> bool:
-        """Removes a request. Returns false if it has ended already."""
+        """Removes a request. Returns false if the request has already ended."""
         if request.has_ended:
             return False
         if self._live.pop(request.number, None) is not None:

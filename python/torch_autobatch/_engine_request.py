@@ -27,8 +27,8 @@ class QueueFull(RuntimeError):  # noqa: N818  (as queue.Full)
     Attributes:
         queued: number of waiting requests, or the sum of their costs.
         limit: the engine's ``max_queue``.
-        retry_after: estimated seconds until the waiting requests have started, from the rate at
-            which requests ended recently. For the HTTP header ``Retry-After``.
+        retry_after: estimated seconds until the waiting requests have started, computed from the
+            rate at which requests ended recently. Suits the HTTP header ``Retry-After``.
     """
 
     def __init__(self, queued: float, limit: float, retry_after: float) -> None:
@@ -70,7 +70,7 @@ class Request:
     ) -> None:
         self.number = next(_numbers)
         self.args = args
-        self.future: Future[Any] = Future()  # replaced by _TOLD when it is settled
+        self.future: Future[Any] = Future()  # replaced by _TOLD once it has a result
         self.submitted = time.monotonic()
         self.started = 0.0
         self.deadline = None if timeout is None else self.submitted + timeout
@@ -78,7 +78,7 @@ class Request:
         self.cost = cost
         self.seed = seed
         self.channel: Channel | None = None
-        self.fiber = 0  # the number of the fiber in the server
+        self.fiber = 0  # the server's number for the fiber
         self.has_ended = False
 
     def let_go(self) -> None:
@@ -104,7 +104,7 @@ class Request:
         self.future.add_done_callback(look)
 
     def tell(self, result: Any, error: BaseException | None) -> None:
-        """Settles the future with the result or the error, and ends the channel."""
+        """Sets the result or the error of the future, and ends the channel."""
         future, self.future = self.future, _TOLD
         try:
             if isinstance(error, CancelledError):
@@ -114,21 +114,21 @@ class Request:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        except InvalidStateError:  # it was cancelled just now
+        except InvalidStateError:  # another thread has just cancelled it
             future.set_running_or_notify_cancel()
         if self.channel is not None:
             self.channel.end(error)
 
     def enter(self) -> None:
-        """Makes this the request of ``generator`` in the current context."""
+        """Makes this request the current one for ``generator``, in the current context."""
         _current.set(self)
 
 
 def generator(device: torch.device | str = "cpu") -> torch.Generator:
     """Returns a new generator with the seed of the current request.
 
-    For code that an engine runs. Random numbers from this generator do not depend on the other
-    requests that run at the same time: ``torch.multinomial(p, 1, generator=ab.generator())``.
+    Call it in code that an engine runs. Random numbers from this generator do not depend on the
+    other requests that run at the same time: ``torch.multinomial(p, 1, generator=ab.generator())``.
     Create one generator in a request, and use it for all draws. With a seed, a second generator
     would repeat the same numbers. A request without a seed gets random seeds.
 
@@ -150,7 +150,7 @@ def generator(device: torch.device | str = "cpu") -> torch.Generator:
 
 
 class RequestQueue:
-    """The requests that wait to start, by priority and then in the order of arrival.
+    """The requests that wait to start, sorted by priority and then by arrival.
 
     All methods except ``len`` are called with the loop's lock held.
     """
@@ -158,7 +158,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
         self._num_ended = 0  # ended requests in the heap
-        self._deadlines: list[tuple[float, int, Request]] = []  # of running requests too
+        self._deadlines: list[tuple[float, int, Request]] = []  # also of running requests
         self.cost = 0.0
 
     def __len__(self) -> int:
@@ -170,16 +170,16 @@ class RequestQueue:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def first(self) -> Request | None:
-        """Returns the next request to be started, and leaves it in the queue."""
+        """Returns the next request to start. It stays in the queue."""
         self._drop_ended()
         return self._heap[0][2] if self._heap else None
 
     def oldest(self) -> float:
-        """Returns the submission time of the request that has waited longest; 0 if none waits."""
+        """Returns when the request that has waited longest was submitted; 0 if no request waits."""
         return min((r.submitted for _, _, r in self._heap if not r.has_ended), default=0.0)
 
     def put_back(self, request: Request) -> None:
-        """Inserts a request at its place in the queue, without its deadline."""
+        """Inserts a request at its place in the queue. Does not add its deadline again."""
         heapq.heappush(self._heap, (-request.priority, request.number, request))
         self.cost += request.cost
 
@@ -203,7 +203,7 @@ class RequestQueue:
             self._num_ended -= 1
 
     def expired(self, now: float) -> list[Request]:
-        """Removes deadlines that have passed, and returns their requests that have not ended."""
+        """Removes passed deadlines. Returns those of their requests that have not ended."""
         late: list[Request] = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].has_ended):
             request = heapq.heappop(self._deadlines)[2]
@@ -212,7 +212,7 @@ class RequestQueue:
         return late
 
     def forget_ended(self, most: int) -> None:
-        """Drops deadlines of ended requests if there are far more than ``most`` deadlines."""
+        """Drops deadlines of ended requests if there are many more than ``most`` deadlines."""
         if len(self._deadlines) > 2 * most + 1024:
             self._deadlines = [entry for entry in self._deadlines if not entry[2].has_ended]
             heapq.heapify(self._deadlines)
@@ -248,7 +248,8 @@ class Channel:
     def put(self, item: Any) -> bool:
         """Adds an item, on the engine's thread.
 
-        Returns false if the buffer is full. Then ``wake`` is called when the reader takes an item.
+        Returns false if the buffer is full. In this case ``wake`` is called when the reader takes
+        an item.
         """
         with self._lock:
             waiter, self._waiter = self._waiter, None
@@ -332,7 +333,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
         return item
 
     def close(self) -> None:
-        """Ends the request, unless it has ended."""
+        """Ends the request, unless it has already ended."""
         self._future.cancel()
 
     async def aclose(self) -> None:
@@ -349,7 +350,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a result, which must be computed before the result is handed out."""
+    """Returns the tensors of a result. They must be computed before the user gets the result."""
     if isinstance(result, torch.Tensor):
         return [result]
     if result is None or isinstance(result, (int, float, str, bytes)):

@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from torch_autobatch._engine import Engine
     from torch_autobatch._engine_request import Request
 
-_KEPT = 4096  # last requests, for the percentiles of times
+_KEPT = 4096  # number of requests from which percentiles are computed
 _PERCENTILES = (50, 90, 99)
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Returns "p50", "p90", "p99" and "max" by name; all are 0 if there are no values."""
+    """Returns a dict of "p50", "p90", "p99" and "max"; all are 0 if there are no values."""
     ordered = sorted(values)
     if not ordered:
         return dict.fromkeys([*(f"p{p}" for p in _PERCENTILES), "max"], 0.0)
@@ -27,8 +27,8 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 class Stats:
     """Counters and times of an engine.
 
-    Only the engine's thread writes them, except ``submitted`` and ``rejected``, which need the
-    loop's lock.
+    Only the engine's thread writes them. The exceptions are ``submitted`` and ``rejected``, which
+    any thread may write while it holds the loop's lock.
     """
 
     def __init__(self) -> None:

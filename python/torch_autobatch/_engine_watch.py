@@ -1,4 +1,4 @@
-"""A watchdog of an engine's thread, which names the code that blocks the thread."""
+"""A watchdog that finds code which blocks an engine's thread."""
 
 import sys
 import threading

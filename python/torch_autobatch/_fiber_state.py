@@ -1,4 +1,4 @@
-"""Process-wide state of packages. Each instance of a ``map`` gets a copy of it."""
+"""Gives each instance of a ``map`` a copy of packages' process-wide state."""
 
 import copy
 import os
@@ -48,7 +48,7 @@ def register_fiber_state(save: Callable[[], _S], restore: Callable[[_S], object]
 
 
 class _Swapped(threading.local):
-    """The calls of ``functional_call`` that are active on this thread; the innermost is last."""
+    """The active calls of ``functional_call`` on this thread. The innermost call is last."""
 
     def __init__(self) -> None:
         self.accessors: list[_Accessor] = []
@@ -86,7 +86,7 @@ class _Accessor(NamedMemberAccessor):
     The call swaps tensors into the module at its start, and swaps them back at its end.
     """
 
-    outer: dict[str, torch.Tensor] | None = None  # swapped-out tensors, not in the module now
+    outer: dict[str, torch.Tensor] | None = None  # tensors that are swapped out of the module
 
     def swap_tensors_dict(
         self, named_tensors: dict[str, torch.Tensor], allow_missing: bool = False

@@ -39,11 +39,11 @@ class _Way:
         self.reason = ""  # why the calls can't be batched; "" if they can
         self.raised = False  # the last trial raised an error
         self.single = True  # one tensor is returned, rather than a tuple
-        self.tried: Any = None  # of the last trial: argument shapes and dtypes, attributes of ctx
+        self.tried: Any = None  # last trial: argument shapes and dtypes, attributes of ctx
 
 
 class Call:
-    """A class and its non-tensor arguments. Objects that may still run the call keep it alive."""
+    """A class and its non-tensor arguments. Objects that may run the call later keep it alive."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class _DeclinedError(Exception):
 
 
 def leave_trace(arguments: Any) -> Any:
-    """Ends the trace of a dynamic cell, if there is one: calls of a Function are not traced.
+    """Ends the active trace of a dynamic cell, if any, because it can't contain a Function's call.
 
-    Returns the arguments, a tuple or dict, with ordinary numbers for traced ones. Otherwise the
-    Function could keep a traced number for its backward, where no trace replaces it.
+    Returns the arguments, a tuple or dict, in which ordinary numbers replace traced numbers.
+    Otherwise the Function could keep a traced number for its backward, which runs after the trace.
     """
     from torch_autobatch._cell_objects import plain_item
     from torch_autobatch._cell_trace import Trace
@@ -133,7 +133,7 @@ class _Variables:
         self._cells: list[tuple[CellType, Any]] = []
         keys: list[Hashable] = []
         methods: list[Any] = [function.forward, function.setup_context, function.vmap]
-        for method in methods:  # grows by the functions found in closures
+        for method in methods:  # the loop appends functions that it finds in closures
             for cell in getattr(method, "__closure__", None) or ():
                 if any(cell is known for known, _ in self._cells):
                     continue
@@ -155,7 +155,7 @@ class _Variables:
             try:
                 now = cell.cell_contents
             except ValueError:
-                now = cell  # stands for a deleted variable
+                now = cell  # the cell itself represents a deleted variable
             if now is not contents:
                 changed.append((cell, now))
                 cell.cell_contents = contents
@@ -173,7 +173,7 @@ def _key_of_variable(contents: Any) -> Hashable:
     if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
         raise _DeclinedError("a variable is a tensor or a module")
     if isinstance(contents, FunctionType | BuiltinFunctionType | ModuleType | type):
-        return weakref.ref(contents)  # weak, since a class may close over itself (`super()`)
+        return weakref.ref(contents)  # weak, because `super()` in a class refers to the class
     return _key(contents)
 
 
@@ -183,7 +183,7 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
     Returns None if forward can be captured op by op (`_function_capture.py`). Otherwise returns the
     reason why the call must run eagerly.
 
-    ``named``: the call has keyword arguments too.
+    ``named``: whether the call also has keyword arguments.
     """
     if not issubclass(function, Function):
         return "custom autograd function of a class that does not derive from autograd.Function"
@@ -216,13 +216,13 @@ def _batched_call(function: type[Function], arguments: tuple[Any, ...]) -> Call 
 
 
 def run(number: int, tensors: list[torch.Tensor], trying: bool) -> Any:
-    """Calls the class. ``trying``: also checks whether the call could run later, in a batch.
+    """Calls the class. If ``trying``, also checks whether the call could run later, in a batch.
 
     Raises:
-        RuntimeError: if ``trying``, and the call can't be batched.
+        RuntimeError: if ``trying`` is true and the call can't be batched.
     """
     call = _calls[number]
-    # PyTorch's own `apply`, because a class may override it.
+    # PyTorch's `apply` is used, because a class may override the method.
     apply = Function.__dict__["apply"].__get__(None, call.function)
     outputs: Any
     if trying:

@@ -12,7 +12,7 @@ from torch_autobatch import _C
 
 
 class Context(FunctionCtx):
-    """The ``ctx`` of a call: PyTorch's own is an autograd node, which can't wait for its inputs."""
+    """The ``ctx`` of a call. PyTorch's ctx is an autograd node, which can't have pending inputs."""
 
     _forward_cls: type[Function]
     needs_input_grad: tuple[bool, ...]
@@ -49,11 +49,11 @@ class Call:
         self._outputs: list[tuple[Any, ...] | None] = []  # shape, dtype, device; None: no tensor
         self.differentiable: list[int] = []  # the outputs that have a gradient
         self._saved: list[tuple[str, Any]] = []
-        self._real: dict[int, Tensor] = {}  # saved arguments that are not pending, by number
+        self._real: dict[int, Tensor] = {}  # by argument index: saved tensors that are not pending
         self.shares_memory = False
 
     def note_outputs(self, outputs: list[Any]) -> list[Tensor]:
-        """Notes what forward returned and saved. Returns the outputs that have a gradient."""
+        """Records what forward returned and saved. Returns the outputs that have a gradient."""
         context = self.context
         plain = [id(t) for t in context.non_differentiable or ()]
         results: list[Tensor] = []
@@ -94,13 +94,13 @@ class Call:
         self._saved.append(("other", tensor))
 
     def holds_history(self) -> bool:
-        """Whether ctx holds a graph that forward made (`with torch.enable_grad()`).
+        """Whether ctx holds an autograd graph that forward created (`with torch.enable_grad()`).
 
         Backward may differentiate this graph, which must not be part of the same record.
         """
         held: list[Any] = [tensor for kind, tensor in self._saved if kind == "other"]
         held += [value for name, value in vars(self.context).items() if name not in _OWN]
-        for value in held:  # grows
+        for value in held:  # the loop appends to it
             if isinstance(value, list | tuple):
                 held += value
             elif isinstance(value, dict):
@@ -134,8 +134,8 @@ class Call:
     ) -> list[Tensor | None]:
         """Runs the Function's backward. Returns the gradients of the tensor arguments.
 
-        ``inputs`` and ``results`` contain the tensors that forward saved. ``gradients`` are those
-        of the outputs that have a gradient.
+        ``inputs`` and ``results`` contain the tensors that forward saved. ``gradients`` contains
+        the gradients of the outputs that have one.
         """
         context, of_output = self.context, dict(zip(self.differentiable, gradients, strict=True))
         every: list[Tensor | None] = []
@@ -158,7 +158,7 @@ class Call:
         return self._checked(found if isinstance(found, tuple) else (found,))
 
     def _checked(self, found: tuple[Any, ...]) -> list[Tensor | None]:
-        """Checks what backward returned, as autograd does. Returns it for the tensor arguments."""
+        """Checks the gradients as autograd does. Returns the gradients of the tensor arguments."""
         name, expected = f"{self.function.__name__}Backward", len(self._is_tensor)
         if len(found) > expected and all(g is None for g in found[expected:]):
             found = found[:expected]
@@ -202,12 +202,12 @@ class Call:
         return gradient
 
     def reapply(self, results: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """Returns the results with this call as their history, for autograd itself."""
+        """Returns the results with this call as their autograd history."""
         return list(_Reapplied.apply(self, len(results), *results, *inputs))  # type: ignore[no-untyped-call]
 
 
 class _Reapplied(Function):
-    """A call whose forward has run: returns its results, and has its backward."""
+    """Wraps a call whose forward has already run: returns its results, and runs its backward."""
 
     @staticmethod
     def forward(ctx: Any, call: Call, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -215,7 +215,7 @@ class _Reapplied(Function):
         ctx.call, ctx.count = call, count
         tensors = *made, *tensors[count:]
         is_saved = *call.saves("result", count), *call.saves("input", len(tensors) - count)
-        # A write to a tensor that the call did not save is no error.
+        # Writing to a tensor is an error only if the call saved the tensor.
         ctx.save_for_backward(
             *(t if saved else None for t, saved in zip(tensors, is_saved, strict=True))
         )
@@ -231,8 +231,8 @@ class _Reapplied(Function):
 
 _why: WeakKeyDictionary[type[Function], str] = WeakKeyDictionary()
 
-# The number of calls in a row whose forward gave no pending result. (Some argument of each call was
-# pending.) After _MOST_AT_ONCE such calls, calls of the class run eagerly.
+# For each class: the number of consecutive calls with a pending argument and without a pending
+# result. After _MOST_AT_ONCE such calls, calls of the class run eagerly.
 _at_once: WeakKeyDictionary[type[Function], int] = WeakKeyDictionary()
 _MOST_AT_ONCE = 4
 
@@ -250,7 +250,7 @@ def _find_why(function: type[Function]) -> str:
         return "custom autograd.Function with a vjp and a backward staticmethod"
     module = function.__module__
     if module.partition(".")[0] == "torch" and module != "torch.utils.checkpoint":
-        return "autograd.Function of PyTorch itself"  # PyTorch looks for its autograd node
+        return "autograd.Function of PyTorch itself"  # PyTorch needs its autograd node
     methods: list[Any] = [function.forward, function.setup_context]
     if any("mark_dirty" in m.__code__.co_names for m in methods if hasattr(m, "__code__")):
         return "custom autograd.Function that writes to its arguments"
@@ -258,7 +258,7 @@ def _find_why(function: type[Function]) -> str:
 
 
 def _note_pending(function: type[Function], any_pending: bool) -> None:
-    """Notes whether a result of forward is pending."""
+    """Counts consecutive calls without a pending result (``_at_once``)."""
     if any_pending:
         if _at_once:
             _at_once.pop(function, None)
@@ -271,7 +271,7 @@ def _note_pending(function: type[Function], any_pending: bool) -> None:
 def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
     """Calls the Function in a block. The ops of its forward are captured, and run in batches.
 
-    Some argument is pending. Returns what ``apply`` returns.
+    At least one argument is pending. Returns what ``apply`` returns.
     """
     call = Call(function, arguments)
     inputs = call.inputs
@@ -283,7 +283,7 @@ def capture(function: type[Function], arguments: tuple[Any, ...]) -> Any:
             function.setup_context(call.context, arguments, found)
         outputs = list(found) if isinstance(found, tuple) else [found]
         call.note_outputs(outputs)
-        # Autograd does not return an argument itself.
+        # If an output is an argument, autograd returns a different tensor object for it.
         for place, output in enumerate(outputs):
             if any(output is given for given in inputs):
                 outputs[place] = output.view_as(output)

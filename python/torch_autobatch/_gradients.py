@@ -30,7 +30,7 @@ def _run_captured(
         if found is not NotImplemented:
             return found
         pending = [x for x in outputs if isinstance(x, torch.Tensor)]
-        # Runs one flush for all outputs.
+        # One flush computes all outputs.
         _C.compute(pending, "backward() by torch.autograd.grad")
     return _run_backward(outputs, gradients, retain_graph, create_graph, *rest, **options)
 
@@ -46,8 +46,9 @@ class _Block(threading.local):
     """State that all open blocks of this thread share."""
 
     def __init__(self) -> None:
-        # By depth and id of a tensor: the tensor, and the leaf that replaces it. All instances
-        # share one leaf, because products with different weights can't run as one batch.
+        # The key is a depth and the id of a tensor. The value is this tensor, and the leaf that
+        # replaces it. All instances share one leaf, because products with different weights can't
+        # run as one batch.
         self.leaves: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
 
@@ -69,8 +70,8 @@ class _Argument:
         if tensor.requires_grad:
             self.tensor = tensor.view_as(tensor)
         elif _C.is_pending(tensor):
-            # torch.tensor(requires_grad=True) runs eagerly. Without requires_grad=True, or with
-            # another factory, the leaf would be captured.
+            # torch.tensor(requires_grad=True) runs eagerly, so the leaf is not captured. Without
+            # requires_grad=True, or with another factory, the leaf would be captured.
             options: Any = {"dtype": tensor.dtype, "device": tensor.device}
             self.leaf = torch.tensor(1.0, requires_grad=True, **options)
             self.tensor = tensor * self.leaf
@@ -87,7 +88,7 @@ def _can_capture(leaves: list[Any]) -> bool:
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         _C.captures()
-        and not torch.is_inference_mode_enabled()  # where autograd records nothing
+        and not torch.is_inference_mode_enabled()  # in inference mode autograd records nothing
         and len(leaves) > 0
         and all(type(x) in kinds and x.is_floating_point() for x in leaves)
         and not any(x.is_inference() for x in leaves)
@@ -113,7 +114,7 @@ def _reaches_others(tensors: list[torch.Tensor], leaves: list[torch.Tensor]) -> 
 
 
 def _checked_output(output: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
-    """Returns the scalar and the auxiliary output, or raises eager's error."""
+    """Returns the scalar and the auxiliary output, or raises the same error as eager mode."""
     aux = None
     if has_aux:
         if not (isinstance(output, tuple) and len(output) == 2):
@@ -187,7 +188,7 @@ def _keeps_history(
     output: torch.Tensor,
     gradients: list[torch.Tensor],
 ) -> bool:
-    """Whether the results can be differentiated with respect to anything but the arguments."""
+    """Whether the results depend on differentiable tensors that are not arguments."""
     leaves = [argument.leaf for argument in arguments if argument.leaf is not None]
     tensors = [x for x in (output, *gradients) if x.requires_grad]
     if not outer or not tensors or not _reaches_others(tensors, leaves):
@@ -200,7 +201,7 @@ def _keeps_history(
 
 
 def end_block() -> None:
-    """Drops the leaves. A leaf outlives its block only if the program holds a reference to it."""
+    """Drops the leaves. A leaf lives longer than its block only if the program refers to it."""
     if _block.leaves:
         _block.leaves.clear()
 

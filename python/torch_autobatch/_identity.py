@@ -1,4 +1,4 @@
-"""Computes a number that identifies what a block or a map can call.
+"""Computes a number that identifies the code that a block or a map can call.
 
 One place of a program may open blocks for many models, for example a function that times each of
 them. The timing trials of one model must not affect another model
@@ -31,7 +31,7 @@ def of_frame(frame: types.FrameType) -> int:
 
 
 def of_function(function: Any) -> int:
-    """Returns the number of a map, from its function."""
+    """Returns the number of a map of ``function``."""
     return _number([function], ())
 
 

@@ -9,20 +9,20 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-try:  # not torch._dynamo, whose import takes seconds
+try:  # importing torch._dynamo instead would take seconds
     from torch._C._dynamo.eval_frame import (
         _FrameAction,
         _FrameExecStrategy,
         set_code_exec_strategy,
     )
-except ImportError:  # the interpreter or the build has no compiler
+except ImportError:  # this Python or this PyTorch build has no compiler
     set_code_exec_strategy = None  # type: ignore[assignment]
 
 _BY_THE_CORE = (
     "_catching",
     "_deferred_checks",
     "_function",
-)  # modules that the core imports when it needs them
+)  # the C++ core imports these modules when it needs them
 
 
 def leave_to_python(function: Any) -> None:

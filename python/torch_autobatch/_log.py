@@ -1,8 +1,8 @@
 """Logging: a record for each flush, through the logger ``torch_autobatch``.
 
 The environment variable ``TORCH_AUTOBATCH_LOG`` sets the level. WARNING logs early flushes, INFO
-each block as well, DEBUG every flush. If the variable is set, records go to stderr, unless the
-program has its own handlers.
+also logs each block, and DEBUG logs every flush. If the variable is set, records go to stderr,
+unless the program has its own handlers.
 """
 
 import logging
@@ -21,7 +21,7 @@ def set_up() -> None:
     """Configures the logger from the environment.
 
     Raises:
-        ValueError: if ``TORCH_AUTOBATCH_LOG`` names no level.
+        ValueError: if ``TORCH_AUTOBATCH_LOG`` is not the name of a level.
     """
     level = os.environ.get("TORCH_AUTOBATCH_LOG", "").upper()
     if not level:

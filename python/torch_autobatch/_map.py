@@ -1,4 +1,4 @@
-"""``map``: a loop over instances whose code may read values in the middle."""
+"""``map``: a batched loop over instances, whose code may read values."""
 
 import functools
 import threading
@@ -96,7 +96,7 @@ def map(
     Args:
         fn: the code for one instance. The calls are interleaved, so they must not depend on each
             other's side effects. They share parameters and other existing tensors.
-        instances: the arguments of ``fn``, advanced only when an instance starts.
+        instances: the arguments of ``fn``. The next item is taken only when an instance starts.
         more: iterables of further arguments of ``fn``, as in Python's ``map``. The shortest
             iterable ends the map.
         unpack: each instance is a tuple of arguments: ``fn(*instance)``.
@@ -112,14 +112,14 @@ def map(
 
     Raises:
         TypeError: if ``fn`` is an ``async def``, or an argument has a wrong type.
-        Exception: the error of the first instance, in the order of instances, that fails, with a
+        Exception: the error of the first failing instance (in the order of ``instances``), with a
             note that names the instance. Instances before it run to their end. In instances after
             it, ``GreenletExit`` is raised at their current position. KeyboardInterrupt and
             SystemExit end all instances.
 
     Warns:
-        RuntimeWarning: instances used a shared buffer in another order than a loop, in the first
-            map of ``fn``. Later maps keep the order of a loop.
+        RuntimeWarning: in the first map of ``fn``, instances used a shared buffer in a different
+            order than a loop would. Later maps keep the order of a loop.
     """
     _check(fn, max_live, unpack, return_exceptions, enabled)
     call, instances = _with_one_argument(fn, instances, more, unpack)
@@ -136,7 +136,7 @@ def _check(
 ) -> None:
     """Raises ``TypeError`` or ``ValueError`` for a wrong argument of ``map``.
 
-    ``batch`` checks the options that both have.
+    ``batch`` checks the options that ``batch`` and ``map`` share.
     """
     if not callable(fn):
         raise TypeError(f"map(): expected a function as the first argument, got {fn!r}")
@@ -153,7 +153,7 @@ def _check(
 def _with_one_argument(
     fn: Callable[..., Any], instances: Iterable[Any], more: tuple[Iterable[Any], ...], unpack: bool
 ) -> tuple[Callable[[Any], Any], Iterable[Any]]:
-    """Returns the function of one argument to call, and its arguments.
+    """Returns a function of one argument, and the iterable of its arguments.
 
     The function is ``fn`` itself if instances are not unpacked.
     """
@@ -245,7 +245,8 @@ def _loop(
 
 # --- the order of uses of shared memory ---
 
-# By module, or by code object if a function has no modules: the modes in which maps have run it.
+# For each module: the modes in which maps have run it. A function without modules has an entry for
+# its code object.
 _known: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
@@ -281,7 +282,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _warn_of_order(what: str) -> None:
-    """Warns that instances used a shared tensor in another order than a loop."""
+    """Warns that instances used a shared tensor in a different order than a loop would."""
     text = (
         f"ab.map: {what}. A loop ends each instance before it begins the next one, so the results "
         "of this call may differ from a loop's. From now on, an instance waits for the earlier "
@@ -346,7 +347,7 @@ def _request(
 ) -> _Request | None:
     """Returns the request of a call, or None if PyTorch may reject the call.
 
-    A call without a request runs alone, so that PyTorch raises its error in this instance only.
+    A call without a request runs alone. If PyTorch rejects it, only this instance gets the error.
     """
     roots = _as_list(tensors)
     gradients = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)

@@ -10,13 +10,13 @@ from torch_autobatch._report import Report
 _Row = TypeVar("_Row")
 
 _COUNTS = {"instances", "batches", "launches", "alone", "nodes", "count", "calls"}
-# Fields that may differ between rows to be merged, and are not added: `largest` becomes the
-# maximum, `serial` means nothing outside its block.
+# Fields that may differ between merged rows, and that are not added. `largest` becomes the maximum.
+# `serial` has no meaning outside its block.
 _OWN = {"largest", "serial"}
 
 
 def merged(reports: Iterable[Report]) -> Report:
-    """Merges reports: adds counts, joins rows that are equal except for counts, drops traces."""
+    """Merges reports: adds counts, merges rows that differ only in counts, and drops traces."""
     reports = list(reports)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(Report):

@@ -1,10 +1,10 @@
-"""Attributes of shared modules that an instance of a ``map`` sets, such as ``self.hidden = h``.
+"""Handles attributes of shared modules that an instance of a ``map`` sets (``self.hidden = h``).
 
 A request of an ``Engine`` is an instance too.
 
 Other instances must not run between the assignment and the code that reads the attribute. So an
-instance that sets an attribute is not suspended any more: its later reads are computed immediately,
-and no other instance runs until it ends.
+instance that has set an attribute is not suspended: its later reads are computed immediately, and
+no other instance runs until this instance ends.
 """
 
 import sys
@@ -21,7 +21,7 @@ _Module = torch.nn.Module
 
 
 def _is_state(value: object) -> bool:
-    """Whether later code may compute with the value: tensors, containers of tensors, and None.
+    """Whether later code may compute with the value: a tensor, a container of tensors, or None.
 
     Numbers are excluded, because a counter has the same final value in any order.
     """
@@ -33,9 +33,9 @@ def _is_state(value: object) -> bool:
 
 
 class _Replacement:
-    """Holds the code that ``nn.Module.__setattr__`` has while instances run.
+    """Contains the code that replaces ``nn.Module.__setattr__`` while instances run.
 
-    The code of a function can be replaced only with code that has as many free variables.
+    Python lets code replace a function's code only if both have the same number of free variables.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

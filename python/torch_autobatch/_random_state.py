@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A module with `set_rng_state`, the arguments of that function after the state, and the state.
+# For each generator: a module with `set_rng_state`, the arguments of this function after the state,
+# and the state.
 States = list[tuple[Any, tuple[int, ...], Tensor]]
 
 
 def random_states() -> States:
-    """Returns the current states, for ``restore``."""
+    """Returns the current states. ``restore`` takes them."""
     states: States = [(torch, (), torch.get_rng_state())]
     module = _module_of_accelerator()
     if module is not None:

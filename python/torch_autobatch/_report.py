@@ -15,22 +15,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class SignatureReport:
-    """The ops of one signature: what may run as one batch.
+    """The ops of one signature, which may run as one batch.
 
     Attributes:
         op: name of the op: "aten::linear".
         shapes: dtypes and shapes of the first op's operands: "(Float[4], Float[3, 4], Float[3])".
-        rule: how the batches run: "native", "functorch" or "loop" (one op at a time).
+        rule: how a batch runs: "native", "functorch" or "loop" (one op at a time).
         note: why no better rule ran the ops, or "".
         site: the line that first captured the signature: "/home/me/model.py:12".
         instances: number of ops that ran.
-        batches: number of batches that they ran in.
+        batches: number of batches in which the ops ran.
         largest: number of ops in the largest batch.
         launches: number of calls: one for each batch; for the rule "loop", one for each op.
         alone: number of ops that ran alone in a call.
         constants: non-tensor arguments with values other than their defaults: "dim=1".
-        position: position in the source of ``site``: the number of further lines, the first and
-            the last column, 16 bits each. 0 if unknown.
+        position: the expression's position in the line ``site``. It consists of the number of
+            further lines, the first column and the last column, with 16 bits for each number. 0 if
+            unknown.
         serial, weights, context: numbers that identify the signature, its weights, and its grad
             mode and autocast state. They have no meaning outside this report.
     """
@@ -54,16 +55,16 @@ class SignatureReport:
 
 @dataclasses.dataclass(frozen=True)
 class FlushReport:
-    """A flush. If a block has very many flushes, those with the same reason and line share a row.
+    """A flush. If a block has very many flushes, flushes with equal reason and line share a row.
 
     Attributes:
         reason: what caused the flush: "aten::item: needs values", "the end of the block".
-        site: the line that caused it: "train.py:30".
+        site: the line that caused the flush: "train.py:30".
         nodes: number of ops that ran, in all flushes of the row.
         count: number of flushes.
-        batches: number of batches that the ops ran in.
+        batches: number of batches in which the ops ran.
         caller: if ``site`` is in an installed package, the user's line that called the package;
-        else "".
+            else "".
         via: functions of Python and PyTorch that the line at ``site`` called, outermost first:
             "torch._tensor.Tensor.__repr__ torch._tensor_str._str".
         position: position in the source of the user's line, as in ``SignatureReport``.
@@ -85,7 +86,7 @@ class AtOnceReport:
 
     Attributes:
         op: ``aten::t_``, or the name of a function.
-        reason: why it was not captured: "writes to its arguments".
+        reason: why the op was not captured: "writes to its arguments".
         site: the line of the first call.
         count: number of calls.
         caller, via, position: as in ``FlushReport``.
@@ -102,7 +103,7 @@ class AtOnceReport:
 
 @dataclasses.dataclass(frozen=True)
 class PauseReport:
-    """A line where a block paused capture, because deferring was not worth its cost.
+    """A line where a block paused capture, because deferring costs more than it saves there.
 
     Attributes:
         site: the line.
@@ -128,9 +129,9 @@ class TraceReport:
             gradients".
         batches: (serial of the signature, number of the forward batch, members, bytes of results,
             start, end, is backward).
-        batch_of_node: for each op, in the order of capture, the number of its batch.
-        inputs_of_node: for each op, the ops of the same flush whose results it read.
-        is_cut: a limit was reached, so that the trace is incomplete.
+        batch_of_node: for each op, the number of its batch. Ops are in the order of capture.
+        inputs_of_node: for each op, the ops of the same flush whose results this op read.
+        is_cut: the trace reached a size limit and is incomplete.
     """
 
     flushes: list[tuple[str, str, int, int]] = dataclasses.field(default_factory=list)
@@ -151,28 +152,28 @@ class Report:
 
     Attributes:
         ops: number of ops captured.
-        views: number of views captured; a view costs no call.
+        views: number of views captured. A view needs no call.
         gradients: number of captured calls of ``autograd.grad``.
         nodes: number of ops that ran. Ops whose results are not needed do not run. A call of a
             cell counts as one op.
-        batches: number of batches that the ops ran in.
-        passes: number of rewrites by each pass over the graph (``"fuse_sums"``) that changed it.
+        batches: number of batches in which the ops ran.
+        passes: number of rewrites by each pass that changed the graph (``"fuse_sums"``).
         checks: number of checks of values that were deferred to a flush.
         inferred: number of calls whose result shapes were found by running the op on dummy data.
         launches: number of calls: one for each batch; for the rule "loop", one for each op.
         backward_calls: number of calls of ``backward()`` inside the block.
-        depth: length in ops of the longest dependency chain, over all flushes. 0 if the only flush
-            is the one at the end of the block.
+        depth: number of ops in the longest dependency chain, over all flushes. 0 if the end of the
+            block is the only flush.
         lower_bound: a lower bound on the number of batches of any schedule, summed over the
             flushes.
         signatures: one row for each signature and rule.
         flushes: the flushes, in order.
         at_once: ops that ran eagerly instead of being captured.
-        pauses: lines where capture paused, because deferring was not worth its cost.
+        pauses: lines where capture paused, because deferring costs more than it saves there.
         is_open: the block has not ended.
         defers_checks: checks of all code are deferred (``batch(defer_checks=True)``).
         is_enabled: False for a block with ``enabled=False``, which captures nothing.
-        trace: the times with ``batch(profile=True)``, else None.
+        trace: the times, if the block has ``profile=True``; else None.
     """
 
     ops: int = 0

@@ -24,7 +24,7 @@ class Finding:
         what: a description: "float(): 40 early flushes".
         remedy: what to do about it.
         site: the source line: "/home/me/train.py:30".
-        launches: the estimated number of launches that the cause adds.
+        launches: estimated number of additional launches due to the cause.
     """
 
     what: str
@@ -80,7 +80,7 @@ def _listed(parts: list[str]) -> str:
 
 
 def _third_line(report: "Report", found: Sequence[Finding], launches: int) -> str:
-    # The ops of a chain can't run together, even without the finding.
+    # The ops of a chain can't run together, even if the user follows the advice.
     is_chain = report.depth >= 0.8 * launches
     if found and not (is_chain and found[0].launches < 0.2 * launches):
         return _worst(found[0])

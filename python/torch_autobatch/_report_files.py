@@ -44,7 +44,7 @@ def _trace_of(report: "Report", what: str) -> "TraceReport":
 
 
 def _labels(report: "Report") -> dict[int, str]:
-    """Returns, by serial of a signature, the op and its line."""
+    """Returns a dict from a signature's serial to its op and line."""
     return {
         row.serial: f"{name_of(group.op)} {short(group.site)}"
         for group in groups(report)
@@ -85,7 +85,7 @@ def perfetto(report: "Report") -> str:
 
 
 def dot(report: "Report") -> str:
-    """Returns the graph of batches in the DOT language: an edge leads from a batch to its reader.
+    """Returns the graph of batches in the DOT language. An edge points from a batch to its reader.
 
     Raises:
         ValueError: if the report has no trace.

@@ -37,7 +37,7 @@ def obstacles(report: "Report") -> list[Obstacle]:
 def is_lost(row: "AtOnceReport") -> bool:
     """Whether the ops of the row could have been batched.
 
-    Reads, ops in ``eager()`` and cells that are captured op by op do not count.
+    Returns false for reads, ops in ``eager()`` and cells that are captured op by op.
     """
     return row.reason not in ("needs values", OF_EAGER) and not row.reason.startswith(_OP_BY_OP)
 
@@ -54,8 +54,8 @@ def _early_flushes(report: "Report") -> Iterator[Obstacle]:
         if not is_planned(flush.reason):
             place = flush.caller or flush.site
             by_cause.setdefault((cause_of_row(report, flush), place), []).append(flush)
-    # Assumes that without early flushes, all batches would join the batches of the largest flush.
-    # The longest chain is a lower bound, because no batch contains two ops of a chain.
+    # The estimate assumes that without early flushes, all ops would join the batches of the largest
+    # flush. The longest chain is a lower bound, because no batch contains two ops of a chain.
     largest = max((f.batches / f.count for f in report.flushes), default=0)
     early = sum(f.batches for fs in by_cause.values() for f in fs)
     spare = max(sum(f.batches for f in report.flushes) - max(largest, report.depth), 0)
@@ -153,8 +153,8 @@ def _says_at_once(one: Obstacle) -> str:
 def _pauses_of_blocks(report: "Report") -> Iterator[Obstacle]:
     """Yields an obstacle for each line where whole blocks ran eagerly.
 
-    Such a block pauses at its beginning, because earlier blocks of the same line were not worth
-    deferring.
+    These blocks pause at their beginning, because deferring cost more than it saved in earlier
+    blocks of the same line.
     """
     read = {flush.site for flush in report.flushes if not is_planned(flush.reason)}
     for pause in report.pauses:

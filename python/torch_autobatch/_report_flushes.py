@@ -53,18 +53,18 @@ _OUTSIDE = "run that part outside the block"
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """What the user's code did, and what to do about it."""
+    """What the user's code did to cause a flush, and what to change."""
 
     what: str
     remedy: str
 
 
 def is_planned(reason: str) -> bool:
-    """Whether the user's code requested the flush, or every instance waits for it."""
+    """Whether the user's code requested the flush, or all instances wait for it."""
     return reason.startswith(_PLANNED) or reason.endswith((_OF_MAP, OF_EAGER))
 
 
-@functools.lru_cache(maxsize=1024)  # a trace may have thousands of flushes at one line
+@functools.lru_cache(maxsize=1024)  # one line may cause thousands of flushes
 def cause_of(
     reason: str,
     site: str,
@@ -76,8 +76,8 @@ def cause_of(
 ) -> Cause:
     """Returns the cause of a flush, or of an op that ran eagerly.
 
-    The arguments are fields of a row of the report. ``defers_checks``: all checks that can be
-    deferred are deferred already, so the option is not a remedy.
+    The arguments are fields of a row of the report. ``defers_checks``: if true, all checks that can
+    be deferred are already deferred, so the option is not a remedy.
     """
     spot = Spot(caller or site, position)
     cause = _cause_of(reason.removesuffix(_OF_MAP), site, spot, via)
@@ -108,14 +108,14 @@ def _may_be_caught(spot: Spot) -> bool:
         if isinstance(statement, ast.With):
             managers = [ast.unparse(item.context_expr) for item in statement.items]
             if any("batch(" in manager for manager in managers):
-                return False  # code around the block does not matter
+                return False  # handlers outside the block don't count
             if not all(manager.startswith("torch.") for manager in managers):
                 return True
     return False
 
 
 def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
-    for what, remedy, is_here in _PRINTING:  # printing may run ops without a read
+    for what, remedy, is_here in _PRINTING:  # printing may cause a flush without a read
         if finds(line, is_here):
             return Cause(what, remedy)
     if match := re.search(r"because it has set (\S+)\)$", reason):
@@ -139,7 +139,7 @@ def _cause_of(reason: str, site: str, line: Spot, via: str) -> Cause:
 
 
 def _of_line(reason: str, spot: Spot, via: str) -> Cause:
-    """Returns the cause according to the source of the line."""
+    """Returns the cause that the source of the line shows."""
     if finds(spot, is_call("vmap", "jvp", "vjp", "jacfwd", "jacrev", "hessian")):
         return _TRANSFORM
     for what, is_here in _TEXTS:
@@ -173,17 +173,18 @@ def _is_read(reason: str) -> bool:
 def _read(reason: str, spot: Spot, via: str) -> Cause:
     """Returns the cause of a read: the innermost expression that is known to read values.
 
-    The expressions around it only use the value that was read.
+    The enclosing expressions only use the value that was read.
     """
     is_truth = "is_nonzero" in reason
     more = _TRUTHS if is_truth else _NUMBERS if "item" in reason else []
     nodes = nodes_at(spot)
     is_tested = any(isinstance(node, _TESTS) for node in nodes)
-    # If the position is not known, expressions that always read go before those that may read.
+    # If the position is unknown, expressions that always read values are tried first, and then
+    # expressions that may read values.
     for tests in [[*_READS, *more]] if spot.position else [_READS, more]:
         for node in nodes:
             if is_tested and _is_logical(node):
-                continue  # a part of the condition of the `if`
+                continue  # only a part of the `if` condition
             for what, remedy, is_here in tests:
                 if is_here(node):
                     return Cause(what, remedy)
@@ -214,7 +215,7 @@ def _is_logical(node: ast.AST) -> bool:
 
 
 def _named(what: str, spot: Spot) -> str:
-    """Prefixes a cause with the call that the instruction is in, if there is one."""
+    """Puts the name of the enclosing call before a cause, if there is one."""
     for node in nodes_at(spot) if spot.position else []:
         if isinstance(node, ast.Call):
             return f"{called(node)[1] or ast.unparse(node.func)}(), {what}"
@@ -222,7 +223,7 @@ def _named(what: str, spot: Spot) -> str:
 
 
 def _read_of_state(reason: str, site: Spot) -> Cause:
-    """Returns the cause of a read of autograd state, which many methods perform."""
+    """Returns the cause of a read of autograd state. Many methods read this state."""
     for cause, methods in (
         (_REQUIRES_GRAD, ("requires_grad_",)),
         (_HOOK, ("register_hook", "register_post_accumulate_grad_hook")),
@@ -278,7 +279,7 @@ _COMPILED = Cause(
     "call the compiled function outside the block, or call the original function inside the block",
 )
 
-# By the reason that the core reports.
+# Causes by the reason that the core reports.
 _BY_REASON = [
     (r"^requires_grad_\(\)|.* on a tensor that requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
     (r".* on a view made under no_grad\(\)", _LEAF_VIEW),
@@ -319,7 +320,7 @@ _BY_REASON = [
     (r"has a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
 ]
 
-# By the functions of Python and PyTorch that the line called, separated by spaces.
+# Causes by the functions of Python and PyTorch that the line called, separated by spaces.
 _BY_VIA = [
     (r"torch\.utils\.checkpoint\.", _CHECKPOINT),
     (r"torch\.(_functorch|autograd\.forward_ad)\.", _TRANSFORM),

@@ -19,9 +19,9 @@ class Group:
     op: str
     site: str
     rows: list["SignatureReport"] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0  # of forward batches
+    seconds: float = 0.0  # time of the forward batches
     backward_seconds: float = 0.0
-    bytes: int = 0  # of results
+    bytes: int = 0  # size of the results
 
     @property
     def instances(self) -> int:
@@ -45,7 +45,7 @@ class Group:
 
 
 def groups(report: "Report") -> list[Group]:
-    """Returns the rows of a report by op and line, in descending order of launches."""
+    """Groups the rows of a report by op and line. Sorts groups by launches, descending."""
     found: dict[tuple[str, str], Group] = {}
     by_serial: dict[int, Group] = {}
     for row in report.signatures:
@@ -101,7 +101,7 @@ def name_of(op: str) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Formats a share in whole percent. Only nothing is "0 %", and only the whole is "100 %"."""
+    """Formats a share in whole percent. "0 %" and "100 %" mean exactly nothing and everything."""
     if whole == 0:
         return "0 %"
     share = 100 * part / whole

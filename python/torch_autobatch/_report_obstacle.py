@@ -1,7 +1,7 @@
 """An obstacle: a cause that prevents ops from running together, with its cost.
 
-Obstacles are found separately for each block, and then added. They are not derived from a merged
-report, because differences between blocks do not prevent batching.
+Obstacles are found separately for each block, and then added. A merged report is not used to find
+them, because differences between blocks do not prevent batching.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ class Obstacle:
         says: formats the obstacle as a sentence.
         detail: a detail of the first occurrence: "(16)".
         count: number of occurrences: flushes, calls or ops.
-        launches: the estimated number of launches that the obstacle adds.
+        launches: estimated number of additional launches due to the obstacle.
         ran: number of launches or calls made, if the sentence states it; else 0.
-        cause: identifies obstacles of one line with the same cause, if it differs from ``what``.
+        cause: a key for the cause, if ``what`` does not identify it. Obstacles of one line with the
+            same key are added.
     """
 
     what: str

@@ -143,12 +143,12 @@ def _deepest(trace: "TraceReport") -> int | None:
     """Returns the op with the longest chain of inputs. If there are several, returns the last one.
 
     A flush may contain only a part of an instance, so the last op of the trace may have a short
-    chain. Considers only ops that ran with others, if there are any.
+    chain. Considers only ops that ran in batches of several ops, if there are any.
     """
     members = collections.Counter(trace.batch_of_node)
     depths: list[int] = []
     for inputs in trace.inputs_of_node:  # inputs precede their readers
         depths.append(1 + max((depths[source] for source in inputs), default=0))
     together = [n for n, batch in enumerate(trace.batch_of_node) if members[batch] > 1]
-    # If all ops ran alone, each flush contains one instance, or a part of one.
+    # If all ops ran alone, each flush contains one instance or a part of an instance.
     return max(together or range(len(depths)), key=lambda n: (depths[n], n), default=None)

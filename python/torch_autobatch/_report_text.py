@@ -16,7 +16,7 @@ _WIDTH = 110
 def text(report: "Report", found: Sequence[Finding] | None = None) -> str:
     """Returns the verdict, findings with remedies, and as many rows of the table as fit.
 
-    ``found``: replaces the findings of the report.
+    If ``found`` is given, it replaces the findings of the report.
     """
     found = findings(report) if found is None else found
     lines = verdict(report, found)
@@ -40,7 +40,7 @@ def _cut(line: str) -> str:
 
 
 def table(report: "Report") -> list[str]:
-    """Returns a heading, a row for each op and source line, and what the passes changed."""
+    """Returns a heading, a row for each op and source line, and a line about passes."""
     found = groups(report)
     if not found:
         return []

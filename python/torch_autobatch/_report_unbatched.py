@@ -1,4 +1,4 @@
-"""Obstacles of captured ops: ops of one call in the source that could not run as one batch."""
+"""Obstacles of captured ops: why the ops of one call in the source did not run as one batch."""
 
 import math
 import re
@@ -35,7 +35,7 @@ _NO_TENSOR = (
 
 
 def _unbatched_calls(report: "Report") -> Iterator[Obstacle]:
-    """Yields an obstacle for each call in the source whose ops ran apart in a flush."""
+    """Yields an obstacle for each call in the source whose ops ran in several batches."""
     flushes = sum(flush.count for flush in report.flushes)
     largest = max((row.largest for row in report.signatures), default=0)
     for group in groups(report):
@@ -57,7 +57,7 @@ def _of_call(
     is_full = instances >= 2 * launches and instances >= largest / 2 * launches
     if len(rows) < 2 or instances >= 8 * launches or is_full:
         return None
-    # The launches of each row if there were only one flush. Several flushes are a separate finding.
+    # Estimated launches of each row with only one flush. Several flushes are a separate finding.
     alone = [math.ceil(row.launches / max(min(flushes, row.batches), 1)) for row in rows]
     most = max(row.launches for row in rows)
     cost = min(launches - max(most, flushes), sum(alone) - max(alone))
@@ -69,7 +69,7 @@ def _of_call(
     what, detail = differs
     remedy = _of_constants(group.op, detail) if what == "constants" else _REMEDIES[what]
     if group.op.endswith(".apply"):
-        detail = ""  # an internal number
+        detail = ""  # it is an internal number
     return Obstacle(
         f"{what} of {name_of(group.op)}",
         remedy,
@@ -105,7 +105,7 @@ def _differences(rows: Sequence["SignatureReport"]) -> Iterator[tuple[str, str]]
 
 
 def _of_constants(op: str, detail: str) -> str:
-    """Returns the remedy, which is to pass a tensor if an overload of the op accepts one."""
+    """Returns the remedy. If an overload of the op accepts a tensor, the remedy is to pass one."""
     namespace, _, name = op.partition("::")
     argument = detail.removeprefix(" (").partition("=")[0]
     if op.endswith(".apply"):
@@ -133,7 +133,7 @@ def _different_constants(rows: Sequence["SignatureReport"]) -> list[str]:
     return []
 
 
-_NOT_FASTER = "would not be faster"  # in the note of a rule that loops on purpose
+_NOT_FASTER = "would not be faster"  # part of the note of a rule that loops on purpose
 
 
 def _loops(report: "Report") -> Iterator[Obstacle]:

@@ -38,7 +38,8 @@ class Collector:
 
     def __init__(self) -> None:
         self.places: dict[str, Place] = {}
-        # Facts of the largest block. They become a report later, because backward may run later.
+        # Facts of the largest block. The report is made later, because backward may run after the
+        # block.
         self.largest: _C.ReportFacts | None = None
         self._most = -1
 
@@ -68,10 +69,10 @@ class Collector:
 def run(
     program: str, arguments: list[str], save: str | None = None, *, module: bool = False
 ) -> None:
-    """Runs a program like ``python program arguments``, and prints advice to stderr at its end.
+    """Runs a program as ``python program arguments`` does. At its end, prints advice to stderr.
 
     Args:
-        program: the path of a script, or with ``module`` the name of a module, as for
+        program: the path of a script, or the name of a module if ``module`` is true, as in
             ``python -m``.
         arguments: the arguments of the program.
         save: a file for the report of the largest block, as for ``Report.save``.

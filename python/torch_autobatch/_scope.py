@@ -46,7 +46,7 @@ class Options(TypedDict, total=False):
 
 _POLICIES = tuple(_C.policy_names())
 _GRANULARITIES = ("auto", "cell", "op")
-# The defaults: `enabled`, then all other options in their order.
+# The default of `enabled`, then the defaults of all other options in the order of `options`.
 _STANDARD = (True, "auto", None, False, "auto", False, None, None, False)
 ADAPTIVE = True  # value of batch(adaptive=None)
 # PyTorch 2.15 has a further parameter: the name of the context manager.
@@ -75,12 +75,12 @@ class _Called(type):
 class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_grad is)
     """Captures the ops of a block and runs them batched across instances.
 
-    Works as a context manager and as a decorator, with and without parentheses. A block inside
-    another block of the same thread joins it: all ops run when the outer block ends, with the
-    options of the outer block. A ``RuntimeWarning`` names options of the inner block that have no
-    effect. The exception is ``enabled=False``, which makes the ops of the inner block run eagerly.
-    A block must not stay open across an ``await`` or a ``yield``. In a decorated generator, the
-    block closes at each ``yield`` and opens again after it.
+    Works as a context manager, and as a decorator with and without parentheses. A block inside
+    another block of the same thread joins the outer block: all ops run when the outer block ends,
+    with the options of the outer block. A ``RuntimeWarning`` names options of the inner block that
+    have no effect. The exception is ``enabled=False``, which makes the ops of the inner block run
+    eagerly. A block must not stay open across an ``await`` or a ``yield``. In a decorated
+    generator, the block closes at each ``yield`` and opens again after it.
 
     Args:
         policy: how nodes are ordered into batches, one of ``policy_names()``: "agenda" (Neubig,
@@ -90,21 +90,21 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             ``batch(enabled=False)``.
         max_pending: flush whenever this many ops are pending, to bound memory.
         verify: also run every captured op eagerly, and raise an error at the first result that
-            differs. Slow; for debugging.
+            differs. This is slow, and meant for debugging.
         granularity: "cell" captures a call of a ``cell()`` as a whole, "op" captures its ops one by
-            one, as for an ordinary function. "auto" is "cell".
+            one, like the ops of an ordinary function. "auto" means "cell".
         check_cells: run the function of a cell at each call, and raise an error if it does not
             capture the same ops as the first call of its kind, as the contract of ``cell()``
-            requires. Slow; for debugging.
+            requires. This is slow, and meant for debugging.
         defer_checks: which checks of values are deferred (``if not valid.all(): raise ...``,
             ``assert (x > 0).all()``) instead of reading the value immediately. The next flush tests
             the value and raises the error. None: checks in PyTorch's own code
             (``torch.distributions``, ``torch._assert``). True: checks in all code. False: none. If
             code between the check and the block may catch the error, the value is read immediately.
-        adaptive: run ops eagerly if deferring is not worth its cost: in a loop that reads values
-            (use ``map`` to batch it across instances), in blocks of one instance, and in whole
-            blocks for which eager execution was measured to be faster. The report names the places.
-            None: the same as True. False: always defer.
+        adaptive: run ops eagerly if deferring costs more than it saves: in a loop that reads values
+            (use ``map`` to batch such a loop across instances), in blocks of one instance, and in
+            blocks for which measurements showed that eager execution is faster. The report names
+            the places. None: the same as True. False: always defer.
         profile: record the times of each batch, its results and its inputs, for the times in
             ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
 
@@ -121,8 +121,8 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
     """
 
     _enabled: bool
-    _options: dict[str, Any]  # all options but `enabled`, as given
-    # By nesting: whether ops ran eagerly before the block; None for an outermost block.
+    _options: dict[str, Any]  # all options except `enabled`, as the user gave them
+    # For each nested entry: whether ops ran eagerly before it. None for an outermost block.
     _eager_before: list[bool | None]
     _open: list[_C.Scope | None]
     _last: _C.Scope | None
@@ -162,7 +162,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             "adaptive": adaptive,
             "profile": profile,
         }
-        # Skipped for the defaults, because its cost matters in blocks of few ops.
+        # Default options are not checked, because the cost of a check matters in blocks of few ops.
         if (enabled, *options.values()) != _STANDARD:
             _check(enabled, options)
         self = cls._made(enabled, options)
@@ -170,7 +170,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
 
     @classmethod
     def _made(cls, enabled: bool, options: dict[str, Any]) -> Self:
-        """Makes a block from options that have been checked."""
+        """Makes a block from options that are already checked."""
         self = super().__new__(cls)
         self._enabled = enabled
         self._options = options
@@ -224,17 +224,18 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         if eager_before is not None:
             _C.set_eager(eager_before)
         roots, gradients = self._roots, self._gradients
-        if not self._open:  # dropped even if the block fails
+        if not self._open:  # also if the block raised an error
             self._roots, self._gradients = [], []
             end_block()
         if scope is not None:
             if error is not None and not isinstance(error, Exception):
-                # KeyboardInterrupt and the like take precedence over errors of deferred checks.
+                # Exceptions such as KeyboardInterrupt take precedence over errors of deferred
+                # checks.
                 scope.drop_checks()
             try:
                 scope.exit(discard_errors=error is not None)
             except Exception as failed:
-                if failed is not error:  # otherwise it propagates already
+                if failed is not error:  # `error` itself propagates without `raise`
                     raise
             finally:
                 if eager_before is None:
@@ -260,7 +261,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         return wrapper
 
     def _runs_eagerly(self, function: Callable[..., Any]) -> bool:
-        """Whether the instances of a map run as a plain loop. Called after its block was opened."""
+        """Whether the instances of a map run as a plain loop. Called in the open block."""
         scope = self._open[-1]
         return ADAPTIVE and scope is not None and scope.begin_map(function)
 
@@ -291,15 +292,15 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         tensors: torch.Tensor | Sequence[torch.Tensor],
         gradient: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Records roots. When the block ends, one batched backward runs for all of them.
+        """Records roots (tensors to differentiate). At the block's end one batched backward runs.
 
         Replaces ``loss.backward()`` in a loop over instances, which would flush at each call.
         Outside an open block, the backward runs immediately.
 
         Args:
-            tensors: one root or several.
+            tensors: one tensor or several, called roots.
             gradient: the gradient of each root, of the root's shape. May be None for a root with
-                one element. One tensor stands for all roots.
+                one element. A single tensor is used for all roots.
 
         Raises:
             ValueError: if the numbers of tensors and gradients differ.

@@ -1,7 +1,7 @@
 """Rejects blocks that would stay open while their code is suspended at an ``await`` or ``yield``.
 
-The block would also capture ops of other code that runs on the same thread meanwhile (another task,
-the generator's caller). This code would then get pending tensors.
+While the code is suspended, other code runs on the same thread (another task, the generator's
+caller). The block would capture the ops of the other code, which would then get pending tensors.
 """
 
 import dis
@@ -14,7 +14,7 @@ from torch_autobatch._catching import exception_table
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # These modules run generators as context managers: the block is open in the code that uses them.
 _MANAGERS = ("contextlib", "_pytest.fixtures", "pytest_asyncio.plugin")
-# Prefixes of the instructions between the entry of a `with` and the start of its body.
+# Prefixes of the names of instructions between the entry of a `with` and the start of its body.
 _ENTERING = (
     *("POP_TOP", "STORE_", "UNPACK_", "SWAP", "NOP", "CACHE", "RESUME"),
     *("SEND", "YIELD_VALUE", "JUMP_BACKWARD_NO_INTERRUPT", "END_SEND", "CLEANUP_THROW"),
@@ -22,7 +22,7 @@ _ENTERING = (
 
 
 def check(frame: FrameType | None, opener: str) -> None:
-    """Checks the frame that enters a block, by a ``with`` or by a call that enters it.
+    """Checks the frame that enters a block, either by a ``with`` or by a call.
 
     Context managers (``contextmanager``, ``ExitStack``, an ``__enter__``) leave the block open for
     their callers. For these, the caller's frame is checked instead. ``opener`` names the block in
@@ -31,7 +31,7 @@ def check(frame: FrameType | None, opener: str) -> None:
     Raises:
         RuntimeError: if the code awaits or yields while the block is open.
     """
-    is_left_open = False  # a call left the block open, without a `with` around it
+    is_left_open = False  # a call left the block open, and no `with` encloses the call
     while frame is not None:
         code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
         is_suspendable = bool(code.co_flags & _SUSPENDABLE)
@@ -90,7 +90,7 @@ def _is_suspended_within(code: CodeType, entered_at: int) -> bool:
 def _left_at(code: CodeType, entered_at: int) -> int:
     """Returns where a block opened by a call of `__enter__` ends.
 
-    This is the offset of the next reference to `__exit__`, or else the end of the code.
+    This is the offset of the next reference to `__exit__`, or the end of the code if there is none.
     """
     instructions = (i for i in dis.get_instructions(code) if i.offset > entered_at)
     leaves = (i.offset for i in instructions if i.argval == "__exit__")
@@ -98,7 +98,7 @@ def _left_at(code: CodeType, entered_at: int) -> int:
 
 
 def _body(code: CodeType, entered_at: int) -> int | None:
-    """Returns the handler of the `with` that is entered there; None if a call enters the block."""
+    """Returns the handler of the `with` entered at the offset; None if a call enters the block."""
     starts = [r for r in exception_table(code) if r[0] > entered_at and _is_of_with(code, r[2])]
     if not starts:
         return None

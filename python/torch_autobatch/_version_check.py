@@ -23,7 +23,7 @@ def check(built_with: str) -> None:
 
 
 def _label(version: str) -> str:
-    """Returns the version label of the wheel for a torch: "+pt213cpu" (setup.py, local_version)."""
+    """Returns the label of the wheel for a torch version: "+pt213cpu" (setup.py, local_version)."""
     release, _, variant = version.partition("+")
     variant = re.sub(r"[^a-z0-9]", "", variant.lower())
     return f"+pt{release.removesuffix('.0').replace('.', '')}{variant}"

@@ -38,7 +38,7 @@ class Threads {
   int before_;
 };
 
-// Buffers, and regions that lie in them.
+// Buffers, and regions in these buffers.
 class TestMemory {
  public:
   // A buffer is identified by the address of its Tensor, which must not move.

@@ -1,7 +1,7 @@
 """Sets the default device of PyTorch's factories without a torch-function mode.
 
-``torch.set_default_device`` installs such a mode, which changes how calls are dispatched.
-This module replaces the factories themselves, permanently.
+``torch.set_default_device`` installs a mode, which changes how calls are dispatched. This module
+permanently replaces the factories themselves.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _says_where(
 ) -> bool:
     if options.get("pin_memory") or options.get("out") is not None:
         return True
-    # These keep the device of a tensor argument.
+    # These functions keep the device of a tensor argument.
     keeps = factory.__name__ in ("as_tensor", "asarray")
     return keeps and bool(args) and isinstance(args[0], torch.Tensor)
 
@@ -73,7 +73,7 @@ def make_default(name: str) -> None:
 
 
 def use(device: str) -> None:
-    """Like ``make_default``, but registers the simulated device first for ``sim``."""
+    """Does the same as ``make_default``. For ``sim``, registers the simulated device first."""
     if device == "sim":
         from tests.device import sim  # noqa: F401
     make_default(device)

@@ -1,11 +1,11 @@
-"""Tests that apply to the CPU only and are left out on an accelerator, by regular expression."""
+"""Tests that apply only to the CPU, and are skipped on an accelerator, by regular expression."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# By reason: regular expressions that match the node ids of the tests.
+# For each reason: regular expressions that match the node ids of the tests.
 LEFT_OUT: dict[str, tuple[str, ...]] = {
     "the device has dense tensors only": (
         r"kind_of_tensor\[(sparse|quantised|nested|mkldnn)",
@@ -50,7 +50,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "the device alone sees an index that is out of range, when it reads it": (r"\[index_range",),
 }
 
-# Additional tests to leave out, by device.
+# Additional tests that are skipped, by device.
 LEFT_OUT_ON: dict[str, dict[str, tuple[str, ...]]] = {
     "sim": {"DLPack does not know the device": (r"\[(torch|np)\.from_dlpack",)},
     "cuda": {
@@ -71,7 +71,7 @@ LEFT_OUT_ON: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def reason(nodeid: str) -> str | None:
-    """Why the test is left out, or None if it runs."""
+    """Returns why the test is skipped, or None if it runs."""
     device = os.environ.get("AUTOBATCH_TEST_DEVICE", "sim")
     for why, patterns in (LEFT_OUT | LEFT_OUT_ON.get(device, {})).items():
         if any(re.search(pattern, nodeid) for pattern in patterns):

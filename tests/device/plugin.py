@@ -1,8 +1,9 @@
 """Runs tests of ``tests/python`` on an accelerator: ``pytest -p tests.device.plugin``.
 
-The device is the simulated one, or the one in the environment variable ``AUTOBATCH_TEST_DEVICE``
-(``cuda``). Tensors that a test makes lie on the device by default. ``left_out.py`` lists the tests
-that apply to the CPU only, with reasons. A test that mixes in tensors on the CPU is skipped.
+The device is the simulated device, or the device in the environment variable
+``AUTOBATCH_TEST_DEVICE`` (``cuda``). By default, tests make tensors on the device. ``left_out.py``
+lists the tests that apply to the CPU only, with reasons. A test that mixes in tensors on the CPU is
+skipped.
 """
 
 from __future__ import annotations

@@ -39,12 +39,12 @@ DEVICES: int = _C.DEVICES
 
 
 def counts() -> dict[str, int]:
-    """Numbers of launches, copies to the device, copies to the host, and synchronisations."""
+    """Returns the numbers of launches, of copies to device and host, and of synchronisations."""
     return dict(_C.counts())
 
 
 def counts_by_op() -> dict[str, int]:
-    """The counts by op since ``clear_counts``: ``{"launches aten::addmm": 3}``."""
+    """Returns the counts by op since ``clear_counts``: ``{"launches aten::addmm": 3}``."""
     return dict(_C.counts_by_op())
 
 

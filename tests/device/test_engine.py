@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Ragged(nn.Module):
-    """Segments of any length: sums, maxima, softmax, attention, a loss over rows."""
+    """Segments of any length: sums, maxima, softmax, attention and a loss over rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def ragged() -> tuple[nn.Module, list[Any]]:
 
 
 class Graphs(nn.Module):
-    """A product with the example's own sparse matrix, normalizations, a triangle of a matrix."""
+    """A product with the example's sparse matrix, normalizations, and a triangle of a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def gates(linear: nn.Module, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, T
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype, kernel: bool) -> None:
     """In forward and backward, with CUDA's kernel. Without the kernel, each op is a launch."""
-    width = 8 if kernel else 12  # different widths, since the choice of kernels is cached
+    width = 8 if kernel else 12  # different widths, because the choice of kernels is cached
     linear = nn.Linear(width, 4 * width).to("sim", dtype)
     xs = torch.randn(12, 1, width).to("sim", dtype).requires_grad_()
     cell = ab.cell(lambda x, h, c: gates(linear, x, h, c))
@@ -223,7 +223,7 @@ def test_results_that_are_held_and_read_take_no_launches_of_their_own() -> None:
 
 
 def test_held_results_of_several_dtypes_that_are_reached_in_part() -> None:
-    """A result that no gradient reaches gets none; hooks of the others see their gradients."""
+    """A result that no gradient reaches has no gradient. Hooks of other results get gradients."""
     w, v = torch.randn(3).to("sim").requires_grad_(), torch.randn(3).double().to("sim")
     v.requires_grad_()
     seen: list[Tensor] = []

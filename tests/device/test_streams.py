@@ -27,7 +27,7 @@ def run(model: nn.Module, xs: list[Tensor]) -> list[Tensor]:
 
 
 def test_a_block_on_another_stream(model: nn.Linear) -> None:
-    """The block launches everything, backward too, on the stream that is current."""
+    """The block launches everything on the current stream, including backward."""
     main, side = torch.accelerator.current_stream(), torch.Stream("sim")
     xs = rows()
     expected = torch.stack(run(model, xs))
@@ -131,8 +131,7 @@ def test_memory_goes_with_its_tensors(model: nn.Linear) -> None:
 
 def settled_bytes() -> int:
     """Returns the bytes of live tensors. Waits until autograd's thread for the device has dropped
-    the
-    tensors of its last node, which happens after backward has returned."""
+    the tensors of its last node. This happens after backward has returned."""
     found, same = sim.allocated_bytes(), 0
     while same < 20:
         time.sleep(0.005)

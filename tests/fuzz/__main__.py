@@ -1,12 +1,12 @@
 """Compares random programs inside ``batch()`` with eager: ``python -m tests.fuzz --programs 1000``.
 
-A program fails if its values, gradients, strides, aliases, reads or errors differ from eager's, or
-if it crashes, hangs or leaks. It is then made smaller and printed as a script. Known gaps
+A program fails if its values, gradients, strides, aliases, reads or errors differ from eager mode,
+or if it crashes, hangs or leaks. It is then made smaller and printed as a script. Known gaps
 (``tables.KNOWN_GAPS``) are left out or only counted, unless ``--enable`` names them. With ``--map``
 the instances of each block are fibers of ``ab.map``. With ``--cells`` sequences of assignments are
-cells. With ``--device sim`` tensors lie on the simulated device, with ``--device cuda`` on a GPU.
-If a bug hides others, ``--ignore`` its differences or generate programs ``--without`` its ops. Both
-take a regular expression.
+cells. With ``--device sim`` tensors are on the simulated device, with ``--device cuda`` on a GPU.
+If a bug hides other bugs, ``--ignore`` its differences or generate programs ``--without`` its ops.
+Both take a regular expression.
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ ROUNDS = 3  # perturbed eager runs, to detect programs that amplify rounding err
 
 @dataclass
 class Difference:
-    """A difference from the eager run: a kind, to tell bugs apart, and a description."""
+    """A difference from the eager run. The kind distinguishes different bugs."""
 
     kind: str
     text: str
 
 
 class Run:
-    """The variables that a program left, and the error that ended it."""
+    """The variables at the end of a program, and the error that ended the program."""
 
     def __init__(
         self, program: Program, *, batched: bool, perturb: float = 0.0, backwards: bool = False
@@ -157,7 +157,7 @@ def _is_chaotic(program: Program, eager: Run) -> bool:
 
 
 def _order_matters(program: Program, eager: Run) -> bool:
-    """Whether the eager results change with the instances of each region in reverse order."""
+    """Whether the eager results change if the instances of each region run in reverse order."""
     reverse = Run(program, batched=False, backwards=True)
     return _compare(program, eager, reverse) is not None
 
@@ -316,7 +316,7 @@ def _left_behind(eager: Run, ours: Run) -> Difference | None:
     if eager.error is not None:  # PyTorch's engine may keep references
         return None
     ours_left, eager_left = _survivors(ours), _survivors(eager)
-    if eager_left:  # a reference cycle of PyTorch (x.div_(x)), which holds values of its flush
+    if eager_left:  # PyTorch makes reference cycles (x.div_(x)), which hold values of their flush
         return None
     left = sorted(ours_left)
     return Difference("leak", f"still alive after the program: {left}") if left else None
@@ -333,10 +333,10 @@ def _survivors(run: Run) -> set[str]:
 
 
 def _growth(program: Program) -> Difference | None:
-    """Detects memory that each further run of the program takes and does not release.
+    """Detects memory that each run of the program allocates and does not release.
 
-    Checks every ``GROWTH_EVERY``-th seed only, because it needs several runs: memory that the first
-    runs cache is not a leak.
+    Checks only every ``GROWTH_EVERY``-th seed, because the check needs several runs. (Memory that
+    the first runs cache is not a leak.)
     """
     if program.seed % GROWTH_EVERY != 0:
         return None

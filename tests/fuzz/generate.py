@@ -21,7 +21,7 @@ from tests.fuzz.holes import FLOATS, GEOMETRY, KINDS
 from tests.fuzz.program import LETTERS, Program, Statement, assigned, used, walk
 from tests.fuzz.tables import CATEGORIES, CONTEXT, GATED
 
-LARGEST = 50.0  # larger values are dropped: their rounding errors would show as differences
+LARGEST = 50.0  # larger values are dropped, because their rounding errors would be reported
 _ON_HOST = re.compile(r"cpu|numpy")  # can't be combined with tensors on a device
 _HOLE = re.compile(r"\{(\w+)\}")
 
@@ -171,9 +171,8 @@ class Generator:
         return value.numel() < 500 and (largest <= LARGEST or self.rng.random() < 0.01)
 
     def statement(self) -> Statement | None:
-        """Returns a new statement as a template, after running it for the current instance. None if
-        all
-        attempts fail."""
+        """Returns a new statement as a template, after running it for the current instance. Returns
+        None if all attempts fail."""
         for _ in range(8):
             category = self.rng.choices(self.names, self.weights)[0]
             pattern = self.rng.choice(self.patterns[category])
@@ -237,7 +236,7 @@ class Generator:
         ]
 
     def replay(self, templates: list[Statement], letter: str) -> list[Statement]:
-        """Returns the templates as statements of another instance, without the ones that fail
+        """Returns the templates as statements of another instance, without statements that fail
         there."""
         made = []
         for template in templates:

@@ -47,8 +47,8 @@ def expansion(rng: random.Random, tensor: Tensor) -> str:
 
 
 def strided(rng: random.Random, tensor: Tensor) -> str:
-    # By the number of elements needed. They must fit into the tensor, because its storage may be
-    # larger in eager mode than in a block.
+    # By the number of required elements. The layout must fit into the tensor, because the storage
+    # may be larger in eager mode than in a block.
     layouts = {
         2: ["(2,),(1,)"],
         3: ["(3,2),(1,0)", "(2,2),(1,1)"],

@@ -84,7 +84,7 @@ class Worker:
         code = self.process.exitcode or 0
         name = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         lines = self.errors.read().strip().splitlines() or ["no message"]
-        if program is None and code < 0:  # in the generator or in the eager run
+        if program is None and code < 0:  # the crash was in the generator or in the eager run
             return Difference("eager", f"{name} of PyTorch itself")
         if program is None:
             return Difference("generator", "\n".join([name, *lines[-30:]]))

@@ -1,7 +1,8 @@
 """A random program: Python statements as data, which can be printed and renamed.
 
-One list has the statements of all instances. Variables of instance 0 have names such as ``a3``,
-variables of instance 1 names such as ``b3``. Names of shared variables begin with a capital.
+One list contains the statements of all instances. Variables of instance 0 have names such as
+``a3``, variables of instance 1 names such as ``b3``. Names of shared variables begin with a
+capital.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _without(program: Program, gone: set[int]) -> Program:
 
 
 def _remove_chunks(program: Program, fails: Fails, end: float) -> Program:
-    """Leaves out chunks of statements, first halves of the program, finally single statements."""
+    """Removes chunks of statements: first halves of the program, and finally single statements."""
     length = program.size() // 2
     while length >= 1:
         start = program.size() - length

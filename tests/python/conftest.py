@@ -21,7 +21,7 @@ from data import Example  # noqa: E402
 from helpers_backward import SIZES  # noqa: E402
 from helpers_threads import in_thread  # noqa: E402
 
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # of the largest magnitude expected
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}  # relative to the largest expected magnitude
 
 Backward = Callable[[list[Tensor]], None]
 
@@ -36,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Every test starts from the same random state."""
+    """Sets the same random state at the start of every test."""
     random.seed(0)
     torch.manual_seed(0)
 
@@ -94,7 +94,7 @@ class Synthetic:
         )
 
     def syntax_trees(self, count: int, largest: int = 12) -> list[Example]:
-        """Trees with one target each; the first is a lone node, then a star, then a chain."""
+        """Returns trees with one target each. The first three: a single node, a star, a chain."""
         trees = []
         for i in range(count):
             size = 1 if i == 0 else self.random.randint(2, largest)
@@ -106,7 +106,7 @@ class Synthetic:
         return trees
 
     def binary_trees(self, count: int, most_leaves: int = 8) -> list[Example]:
-        """Binary trees with a target at each node; the first is a lone leaf."""
+        """Returns binary trees with a target at each node. The first tree is a single leaf."""
         trees = []
         for i in range(count):
             leaves = 1 if i == 0 else self.random.randint(2, most_leaves)
@@ -120,14 +120,14 @@ class Synthetic:
         return trees
 
     def sentences(self, count: int, longest: int = 9) -> list[Example]:
-        """Sentences with a target for each word; the first has one word."""
+        """Returns sentences with a target for each word. The first sentence has one word."""
         lengths = [1 if i == 0 else self.random.randint(1, longest) for i in range(count)]
         return [self._example([], length, length) for length in lengths]
 
 
 @pytest.fixture
 def synthetic() -> Synthetic:
-    """A generator of small examples, the same in every test."""
+    """Returns a generator of small examples, which are equal in every test."""
     return Synthetic()
 
 
@@ -166,8 +166,9 @@ class Compare(Protocol):
 def compare() -> Compare:
     """Runs eagerly and batched, compares losses and gradients, and returns the report.
 
-    ``loss_fn(model, instance)`` defaults to ``model(instance)``. ``backward`` gets the list of the
-    losses and defaults to the backward of their sum; it isn't called where they don't require grad.
+    ``loss_fn(model, instance)`` defaults to ``model(instance)``. ``backward`` gets the list of
+    losses, and defaults to the backward of their sum. It is not called if the losses don't require
+    grad.
     """
 
     def run(
@@ -205,11 +206,11 @@ def compare() -> Compare:
 
 @pytest.fixture
 def instances() -> list[Tensor]:
-    """Index sequences of unequal length."""
+    """Returns index sequences of unequal length."""
     return [torch.randint(7, (n,)) for n in SIZES]
 
 
 @pytest.fixture
 def linear() -> nn.Linear:
-    """A layer whose ops are captured."""
+    """Returns a layer whose ops are captured."""
     return nn.Linear(3, 4).double()

@@ -1,7 +1,8 @@
-"""What test_distributed.py runs on two processes: python distributed_cases.py CASE, by torchrun.
+"""The program that test_distributed.py runs with torchrun: python distributed_cases.py CASE.
 
-Each case computes gradients, which every rank compares with the gradients of one process. Without
-`from __future__ import annotations`: DistributedDataParallel looks at a hook's.
+Each case computes gradients, which every rank compares with the gradients of one process. The file
+does not use `from __future__ import annotations`, because DistributedDataParallel reads the
+annotations of hooks.
 """
 
 import os
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from ddp_tree_lstm import Minibatch
 
-# A word's number, or two trees. The second rank's are deeper, and take more than twice the ops.
+# A word's number, or two trees. The second rank has deeper trees, with more than twice the ops.
 Tree = Any
 TREES: list[list[Tree]] = [
     [1, (2, 3), ((4, 5), 6)],
@@ -32,7 +33,7 @@ TREES: list[list[Tree]] = [
 
 
 class Model(nn.Module):
-    """The score of one tree. `unused` is for find_unused_parameters."""
+    """Computes the score of one tree. `unused` is for find_unused_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ def expected() -> dict[str, Tensor]:
 
 
 def check(model: nn.Module) -> None:
-    """DistributedDataParallel and FSDP average over the ranks."""
+    """Checks gradients, which DistributedDataParallel and FSDP average over the ranks."""
     found = dict(model.named_parameters())
     for name, gradient in expected().items():
         grad = found[name].grad
@@ -92,7 +93,7 @@ def steps(model: nn.Module, count: int, **options: Any) -> None:
 
 
 def minibatch() -> None:
-    steps(new_model(), 3, bucket_cap_mb=0.0001)  # buckets are made anew after the first step
+    steps(new_model(), 3, bucket_cap_mb=0.0001)  # new buckets are made after the first step
 
 
 def unused_parameters() -> None:
@@ -195,11 +196,12 @@ def main() -> None:
             continue
         case()
         sys.stdout.write(f"rank {dist.get_rank()}: {case.__name__} passed\n")
-        sys.stdout.flush()  # in one piece: the ranks write at the same time
+        sys.stdout.flush()  # one write, because the ranks write at the same time
     dist.destroy_process_group()
-    # Device meshes keep process groups, and these their threads. One that asks for the
-    # interpreter's lock while that is finalized seems to be what aborted one run of thirty here,
-    # after the last case. examples/ddp_tree_lstm.py, which has none, ends as usual.
+    # About one run in thirty was aborted here, after the last case. The probable reason: device
+    # meshes keep process groups and their threads alive, and such a thread requests the
+    # interpreter's lock during finalization. (examples/ddp_tree_lstm.py has no device mesh, and
+    # ends normally.)
     os._exit(0)
 
 

@@ -23,7 +23,7 @@ def rand(*sizes: int) -> Tensor:
 
 
 class Chain(nn.Module):
-    """A recurrent cell over rows, with a parameter of each kind; ``states`` are all its steps."""
+    """A recurrent cell over rows, with a parameter of each kind. ``states`` returns all steps."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def rand(*sizes: int) -> Tensor:
 
 
 def line() -> int:
-    """The caller's line."""
+    """Returns the caller's line number."""
     frame = inspect.currentframe()
     assert frame is not None
     assert frame.f_back is not None

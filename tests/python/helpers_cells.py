@@ -65,9 +65,9 @@ def check_function(
     runs: int | None = None,
     loss: Callable[[Tensor], Tensor] = torch.sum,
 ) -> ab.Report:
-    """Results of all calls and gradients of their tensors; how often a cell's function ran.
+    """Returns the results of all calls, the gradients of their tensors, and the number of runs.
 
-    The arguments are pending tensors. What is a cell already stays the same one.
+    The arguments are pending tensors. A function that is already a cell is used as it is.
     """
     found = []
     for variant in (Variant(True), Variant(False)):
@@ -103,7 +103,7 @@ def check_function(
 
 
 def check_body(function: Callable[..., Any], calls: Calls, *, body: bool = True) -> None:
-    """Like the function above. Also checks whether the cells ran as one node each."""
+    """Does the same as ``check_function``. Also checks whether each cell ran as one node."""
     report = check_function(function, calls, loss=lambda t: t.square().sum())
     assert has_bodies(report) == body, report.signatures
 
@@ -118,7 +118,7 @@ def rows(n: int, *sizes: int) -> list[Tensor]:
 
 
 class Cells(nn.Module):
-    """An LSTM-like cell of separate gates: the output gate's weights are for h alone."""
+    """An LSTM-like cell with separate gates. The weights of the output gate affect only h."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Cells(nn.Module):
 def states_of(
     model: Cells, block: ab.batch, lengths: Sequence[int] = LENGTHS
 ) -> list[tuple[Tensor, Tensor]]:
-    """The states (h, c) after each instance's words."""
+    """Returns the states (h, c) after each instance's words."""
     states = []
     with block:
         for k, length in enumerate(lengths):
@@ -153,7 +153,7 @@ def states_of(
 
 
 class Tree(nn.Module):
-    """A Tree-LSTM without its memory, its parts made cells or not."""
+    """A Tree-LSTM without a memory cell. Its parts may be cells."""
 
     def __init__(self, as_cells: bool, dropout: float = 0.0) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ def by_function(x: Tensor) -> Tensor:
 
 
 def by_a_function_written_in_c(x: Tensor) -> Tensor:
-    """``any`` calls ``any_negative`` twice and returns another value than the first call does."""
+    """``any`` calls ``any_negative`` twice, and returns a different value than the first call."""
     if not any(map(any_negative, [x, -x])):
         raise InvalidError("by a function written in C")
     return x
@@ -98,7 +98,7 @@ def with_finally(x: Tensor, done: list[int]) -> Tensor:
 
 
 def all_kinds(h: Tensor, done: list[int]) -> None:
-    """No code here catches an error, so each check waits."""
+    """No code here catches an error, so each check is deferred."""
     under_no_grad(h)
     decorated(h)
     with torch.enable_grad():
@@ -161,7 +161,7 @@ def wrong_early(x: Tensor) -> Tensor:
 
 
 def with_the_result(x: Tensor) -> Tensor:
-    """The message contains the value that the function returned, which differs from eager's."""
+    """The message contains the value that the function returned, which differs from eager mode."""
     valid = checked_early(x)
     if not valid.all():
         raise InvalidError(f"valid: {valid.tolist()}")

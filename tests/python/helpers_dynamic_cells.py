@@ -33,7 +33,7 @@ class Counted:
 
 
 def compare(function: Function, calls: list[tuple[Any, ...]], **options: Any) -> tuple[int, str]:
-    """Compares the calls with eager mode. Returns the number of runs in the block, and why."""
+    """Compares the calls with eager mode. Returns the number of runs in the block, and a reason."""
     counted = Counted(function)
     cell = ab.cell(counted, dynamic=True)
     with ab.batch(**options) as scope:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Function(torch.autograd.Function):
-    """Uses functorch's rule. Its gradients are wrong on purpose."""
+    """Uses functorch's rule. Subclasses return wrong gradients on purpose."""
 
     generate_vmap_rule = True
 

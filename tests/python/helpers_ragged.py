@@ -24,10 +24,9 @@ class Case:
     function: Function
     make: Callable[[int], Any] = lambda n: rand(n, WIDTH)
     parameters: Sequence[tuple[int, ...]] = ()
-    empty: bool = True  # whether an instance without rows is valid in eager, and joins
-    one: bool = (
-        True  # whether an instance of one row joins: [1, k, W] looks like a minibatch of one
-    )
+    empty: bool = True  # whether eager accepts an instance without rows, and it joins the batch
+    # Whether an instance of one row joins the batch. ([1, k, W] looks like a minibatch of one.)
+    one: bool = True
 
 
 def batches(case: Case, lengths: Sequence[int]) -> ab.Report:
@@ -37,7 +36,7 @@ def batches(case: Case, lengths: Sequence[int]) -> ab.Report:
 
 
 def check_lengths(case: Case) -> None:
-    """Four lengths need as many batches as one. Instances with one row or no rows join."""
+    """Checks that four lengths need as many batches as one. Instances with one row or none join."""
     equal, mixed = batches(case, SAME), batches(case, LENGTHS)
     assert not mixed.at_once, mixed
     assert mixed.launches == equal.launches + (not case.one), mixed

@@ -111,7 +111,7 @@ def check(
 
 
 def check_strides(function: Callable[[Tensor], Tensor], instances: Sequence[Tensor]) -> None:
-    """``function(x)`` gives eager's values, strides and gradients, for a weighted sum of them."""
+    """Asserts that ``function(x)`` has eager's values, strides and gradients."""
     expected = [function(x) for x in instances]
     with ab.batch(adaptive=False):
         found = [function(x) for x in instances]
@@ -129,11 +129,11 @@ def rules_of(report: ab.Report) -> dict[str, str]:
 
 
 def raises_as_eager(function: Callable[[], Any]) -> str:
-    """Asserts that the error in a block has eager's type and first words. Returns the message."""
+    """Asserts that the error in a block begins like eager's error. Returns the message."""
     with pytest.raises((RuntimeError, IndexError, ValueError)) as expected:
         function()
     with pytest.raises(type(expected.value)) as raised, ab.batch():
-        _held = function()  # a value that nobody holds isn't computed
+        _held = function()  # a value without references isn't computed
     assert str(raised.value).startswith(str(expected.value).splitlines()[0])
     return str(raised.value)
 

@@ -1,4 +1,4 @@
-"""Optimizations turned off in a test (``csrc/autobatch/common/switches.h``)."""
+"""Turns optimizations off in a test (``csrc/autobatch/common/switches.h``)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_autobatch import _C
 
 
 def names() -> list[str]:
-    """All switches of the library."""
+    """Returns all switches of the library."""
     return list(_C.switches())
 
 
@@ -20,7 +20,7 @@ def uses(name: str) -> int:
 
 @contextmanager
 def without(*switches: str) -> Iterator[None]:
-    """Turns these off. No block may be open at its beginning and end."""
+    """Turns the switches off inside the ``with``. No block may be open at its beginning and end."""
     before = {name: _C.switches()[name][1] for name in switches}
     for name in switches:
         _C.set_switch(name, False)

@@ -1,4 +1,5 @@
-// Cells of C++ functions: the part of autobatch::cell that does not depend on types.
+// Cells of C++ functions. This file contains the part of autobatch::cell that does not depend on
+// types.
 #include "autobatch/cell_function.h"
 
 #include "autobatch/capture/capture.h"
@@ -12,7 +13,7 @@
 namespace autobatch::cell_detail {
 namespace {
 
-// The words of a call's results (Parts::words). The template owns the words.
+// The words that describe a call's results (Parts::words). The template owns the words.
 using Words = c10::SmallVector<uint64_t, 8>;
 
 const Words& words_of(const CellTemplate& made) {
@@ -32,7 +33,7 @@ class Use {
         results_(results) {}
 
   void call() {
-    Scope::Lock lock(scope_);  // taken once for all steps of a template
+    Scope::Lock lock(scope_);  // held for all steps of a template
     Key key;
     CellTable::Known inputs;
     if (!make_key(key, &inputs)) return run(lock);
@@ -61,8 +62,7 @@ class Use {
                                known);
   }
 
-  // Runs the function although there is a template, and compares the captured ops with the
-  // template.
+  // Runs the function although a template exists, and compares the captured ops with the template.
   void check(const CellTemplate& known) {
     CellTrace trace(scope_, arguments_.tensors);
     run_();
@@ -81,7 +81,7 @@ class Use {
     if (!made) {
       scope_.report().at_once.push_back(
           {name_, "captured op by op: " + trace.why(), trace.site(), 1, ""});
-      made = std::make_unique<CellTemplate>();  // no steps: later calls run the plain function
+      made = std::make_unique<CellTemplate>();  // has no steps: later calls run the plain function
     }
     made->host = std::make_shared<Words>(results_.words);
     Key key;  // a new key: only the trace shows which inputs are weights

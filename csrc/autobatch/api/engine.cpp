@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 using Ended = std::function<void(const std::exception_ptr&)>;
 
 constexpr std::chrono::seconds kIdle{1};  // idle time after which cached memory is freed
-constexpr int kTurns = 4;  // number of turns in which nearly all queued requests are started
+constexpr int kTurns = 4;  // a turn has time to start 1/kTurns of the queued requests
 
 struct Request {
   uint64_t number = 0;
@@ -85,7 +85,7 @@ RequestCancelled::RequestCancelled(uint64_t number)
 RequestTimedOut::RequestTimedOut(uint64_t number)
     : std::runtime_error("request " + std::to_string(number) + " timed out") {}
 
-// Members protected by `mutex_` are marked; the others are used by the engine's thread only.
+// Members that `mutex_` protects are marked. Only the engine's thread uses the other members.
 class EngineLoop {
  public:
   explicit EngineLoop(const EngineOptions& options) : options_(options) {}
@@ -142,8 +142,8 @@ class EngineLoop {
     if (thread_.joinable()) thread_.join();
   }
 
-  // Detaches the engine's thread, for an Engine that is destroyed on this thread. The thread then
-  // ends by itself.
+  // Detaches the engine's thread, so that the engine can be destroyed on its own thread. The thread
+  // then ends by itself.
   void detach() {
     const std::lock_guard joining(join_mutex_);
     if (thread_.joinable()) thread_.detach();
@@ -198,8 +198,8 @@ class EngineLoop {
 
   // --- start requests ---
 
-  // Starts queued requests, for about the duration of a slice. The time is limited so that running
-  // requests do not wait long.
+  // Starts queued requests for about the duration of a slice. The limit keeps running requests from
+  // waiting long.
   void admit() {
     const auto began = Clock::now();
     const std::chrono::nanoseconds each = start_time_;
@@ -358,8 +358,8 @@ class EngineLoop {
 
   // --- between requests ---
 
-  // Runs the next action if no request is running. Returns true if an action still waits until the
-  // running requests end. While an action waits, no request may start.
+  // Runs the next action if no request is running. Returns true if an action still has to wait for
+  // the end of running requests. While an action waits, no request may start.
   bool run_between() {
     std::packaged_task<void()> action;
     {
@@ -398,7 +398,7 @@ class EngineLoop {
     return !(closing_ && queue_.empty() && between_.empty());
   }
 
-  // Returns the time of the next event: a timeout, or the end of max_delay. Returns nothing if no
+  // Returns the time of the next event: a timeout, or the end of max_delay. Returns nullopt if no
   // event is expected. Requires `mutex_`.
   std::optional<Clock::time_point> next_time() const {
     std::optional<Clock::time_point> next;

@@ -21,7 +21,7 @@ class BodyPool final : public StackFiberPool {
         body_(body),
         stack_size_(options.stack_size) {}
 
-  // Returns the exception of the failed body with the lowest index; null if no body failed.
+  // Returns the exception of the failed body with the lowest index, or null if no body failed.
   const std::exception_ptr& failure() const { return failure_; }
 
  private:

@@ -101,7 +101,7 @@ at::Tensor take_graph_input(const FlushRecord& record, BackwardTask& task, uint3
   const at::Tensor flat = std::exchange(task.graph_input_grads[i], at::Tensor());
   const Geometry& g = *record.tape.values[record.tape.graph_inputs[i].value].geometry;
   const at::Tensor gradient = flat.as_strided(g.sizes, g.strides, 0);
-  // The graph input may have gaps in memory, but the gradient has none.
+  // The graph input may have gaps in memory, but the gradient has no gaps.
   if (g.extent != g.numel) return gradient.contiguous();
   return detached_alias(gradient);  // the user must not get a view of the buffer
 }
@@ -165,7 +165,7 @@ class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
       : record_(std::move(record)), level_(level) {
-    add_metadata(*this, held);  // the edge carries no gradient: it sets the order and the device
+    add_metadata(*this, held);  // the edge has no gradient; it sets the order and the device
   }
 
   std::string name() const override { return "AutobatchExit"; }
@@ -222,8 +222,8 @@ class ExitNode final : public torch::autograd::Node {
     take_exports(task, out, next);
   }
 
-  // Runs the ops that the held values depend on again, one by one, and computes gradients through
-  // them. Used if each op must be visible to autograd (create_graph=True) or to a transform.
+  // Runs again, one by one, the ops that the held values depend on. Computes gradients through
+  // these ops. Used if each op must be visible to autograd (create_graph=True) or to a transform.
   void replay(Recompute& replay, variable_list& out) const {
     const bool any = replay.differentiate();
     if (any && !torch::autograd::get_current_graph_task_keep_graph()) {
@@ -265,8 +265,8 @@ class ExitNode final : public torch::autograd::Node {
 };
 
 // Calls a hook of a held value only if some gradient is defined. If a pass computes gradients only
-// for other instances, the HeldNode gets undefined gradients. In eager, the held value's node would
-// not run in such a pass. So the hook must not run either.
+// for other instances, the HeldNode gets undefined gradients. In eager mode, the held value's node
+// would not run in such a pass. So the hook must not run either.
 class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
  public:
   explicit ReachedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
@@ -280,9 +280,9 @@ class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
   torch::autograd::FunctionPreHook* hook_;
 };
 
-// The grad_fn of a held value, or of several values that are results of one node in eager's
-// autograd. The gradient of everything computed from these values passes through this node, so
-// hooks, retain_grad and autograd.grad with respect to the values work as in eager. Backward runs a
+// The grad_fn of a held value, or of several values that one autograd node computes in eager mode.
+// The gradient of everything computed from these values passes through this node, so hooks,
+// retain_grad and autograd.grad with respect to the values work as in eager mode. Backward runs a
 // level once for the gradients of all its held values.
 class HeldNode final : public torch::autograd::Node {
  public:
@@ -335,7 +335,7 @@ class HeldNode final : public torch::autograd::Node {
     task.arrived.push_back({held.level, held.value, plain(grad)});
   }
 
-  // The ExitNode runs the ops again.
+  // Stores the gradient for the ExitNode, which runs the ops again.
   void add_root(BackwardTask& task, const HeldValue& held, const at::Tensor& grad) {
     if (task.replay == nullptr) task.replay = std::make_unique<Recompute>(*record_, task.unseen);
     Recompute::Edges edges;
@@ -349,9 +349,9 @@ class HeldNode final : public torch::autograd::Node {
   std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> guarded_;
 };
 
-// A key that represents a value's autograd node in eager. Two values have equal keys if and only if
-// they are results of the same autograd node. Examples are the pieces of one split, and the results
-// of one op.
+// A key that represents a value's autograd node in eager mode. Two values have equal keys if and
+// only if they are results of the same autograd node. Examples are the pieces of one split, and the
+// results of one op.
 using Origin = std::tuple<uint64_t, uint64_t, uint64_t>;
 Origin origin_of(const Tape& tape, ValueId id) {
   const Value& value = tape.values[id];
@@ -453,8 +453,8 @@ std::vector<Edge> make_autograd_nodes(const std::shared_ptr<FlushRecord>& record
     edges[h] = leaves[h];
     if (leaves[h].is_valid()) reach[h].clear();  // the gradient ends at the leaf
   }
-  // The engine first runs the nodes that were created last. So nodes are created in the reverse of
-  // the order in which they must run.
+  // The engine first runs the nodes that were created last. So the nodes that must run first are
+  // created last.
   const std::vector<std::map<uint32_t, compat::NodePtr>> weights = make_weights(record, reach);
   std::vector<std::map<uint32_t, Exit>> exits = make_exits(record, reach);
   using Held = decltype(compat::make_node<HeldNode>(record, std::string()));

@@ -19,9 +19,9 @@ struct HiddenRoot {
 };
 
 // Plans the levels of `record` and creates the autograd nodes. FlushRecord::held must already list
-// the held values that require grad. `leaves`: by held value, the edge to the AccumulateGrad of a
-// tensor that is a leaf (is_leaf), else an invalid edge. Returns the gradient edges of the held
-// values, followed by the edges of the hidden roots.
+// the held values that require grad. `leaves`: for each held value, the edge to its AccumulateGrad
+// if its tensor is a leaf (is_leaf), and an invalid edge otherwise. Returns the gradient edges of
+// the held values, followed by the edges of the hidden roots.
 std::vector<torch::autograd::Edge> make_autograd_nodes(
     const std::shared_ptr<FlushRecord>& record, const std::vector<HiddenRoot>& hidden,
     const std::vector<torch::autograd::Edge>& leaves);

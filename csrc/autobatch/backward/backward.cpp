@@ -31,7 +31,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
     const GraphInput& graph_input = record.tape.graph_inputs[base.index];
     if (!graph_input.counted || graph_input.counter.current_version() == graph_input.version)
       continue;
-    // If the old content is kept and eager does not save the tensor, the node can run again.
+    // If the old content is kept and eager mode does not save the tensor, the node can run again.
     if (graph_input.as_read.defined() && !saves_operand(record.tape, n, slot)) continue;
     TORCH_CHECK(false,
                 "one of the variables needed for gradient computation has been modified by an "
@@ -57,8 +57,8 @@ void for_each_gradient(const FlushRecord& record, const Level::Part& part, const
 }
 
 // Frees gradient buffers that will not be read again. Must be called after each part, even if no
-// node of the part had to run. (A level may run again for gradients that arrive late. The second
-// run must start from zeros.)
+// node of the part had to run. (If a level runs again for gradients that arrived late, the buffers
+// are kept, because the second run must start from zeros.)
 void drop_gradients(const FlushRecord& record, BackwardTask& task, const Level::Part& part) {
   if (task.reopened) return;
   for_each_gradient(record, part, [&](uint32_t grad) {

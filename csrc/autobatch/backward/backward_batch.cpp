@@ -1,4 +1,4 @@
-// BackwardBatch: a rule's access to a batch in backward.
+// Implements BackwardBatch, a rule's access to a batch in backward.
 #include "autobatch/backward/backward.h"
 #include "autobatch/backward/saved_tensor_check.h"
 #include "autobatch/common/pool.h"
@@ -134,10 +134,10 @@ bool BackwardBatch::needs(size_t slot) {
   return false;
 }
 
-// Returns the gradient buffer of the operands, if a whole gradient tensor can become the buffer;
-// else null. For this, the members' operands must fill the buffer in order and without gaps, and no
-// gradient may have been written to the buffer. On success, marks the producers of the operands as
-// reached.
+// Returns the gradient buffer of the operands if a whole gradient tensor can become the buffer, and
+// null otherwise. This is possible if the members' operands fill the buffer in order and without
+// gaps, and no gradient has been written to the buffer. On success, marks the producers of the
+// operands as reached.
 at::Tensor* BackwardBatch::untouched(size_t slot, int64_t numel, c10::ScalarType dtype) {
   if (in_subgraph()) return untouched_of_all(slot, numel, dtype);
   at::Tensor* buffer = nullptr;
@@ -172,7 +172,7 @@ at::Tensor* BackwardBatch::untouched_of_all(size_t slot, int64_t numel, c10::Sca
 }
 
 // Returns the gradient regions of the operands in `slot`. A region has no buffer if its gradient is
-// not wanted. Sets `all` to whether all gradients are wanted.
+// not needed. Sets `all` to whether all gradients are needed.
 RegionRows BackwardBatch::targets(size_t slot, bool& all) {
   all = true;
   if (in_subgraph()) {
@@ -280,8 +280,8 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   return run.view(sizes);
 }
 
-// Like `fresh`, but for members of any sizes outside of a subgraph, and returns a 1-D tensor. First
-// checks that all members qualify, and only then marks their gradients as begun.
+// Like `fresh`, but outside of a subgraph and for members of any sizes. Returns a 1-D tensor. First
+// checks all members, and only then marks their gradients as begun.
 at::Tensor BackwardBatch::fresh_run(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];

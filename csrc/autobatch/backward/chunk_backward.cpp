@@ -84,8 +84,8 @@ class PartDivider {
     return !wants_few_launches(record_.tape.values[first.first_value].device);
   }
 
-  // Returns the approximate size of the part's results, as if all members had the first one's
-  // sizes.
+  // Returns the approximate size of the part's results, as if all members had the sizes of the
+  // first member.
   int64_t bytes(const Level::Part& part) const {
     const Node& first = node(part, 0);
     int64_t sum = 0;
@@ -98,7 +98,7 @@ class PartDivider {
 
   // Visits nodes in order of capture, because nodes and their operands are then close together in
   // memory. (If the backward of a node is divided into halves, the node has two positions. Either
-  // one is accurate enough.)
+  // position is accurate enough.)
   void find_last_readers() {
     const Tape& tape = record_.tape;
     position_of_ = pooled_array<uint32_t>(tape.nodes.size());
@@ -167,8 +167,8 @@ class PartDivider {
 
   FlushRecord& record_;
   std::vector<uint32_t> parts_of_;  // by batch
-  // By node: the position of its part, and the position of the last part that reads one of its
-  // results.
+  // For each node: the position of its part, and the position of the last part that reads one of
+  // the node's results.
   PooledArray<uint32_t> position_of_, last_reader_;
   uint32_t position_ = 0;  // of the current part among the parts of all levels
 };

@@ -26,7 +26,7 @@ void find_readers_of_shared(FlushRecord& record) {
   }
 }
 
-// Whether the node was consumed before the pass of `task`, at least for an instance.
+// Whether the node was consumed before the pass of `task`, at least for one instance.
 bool was_consumed(const FlushRecord& record, const BackwardTask& task, NodeId node) {
   return record.consumed[node] ? task.consumed[node] == 0 : task.shared_again.contains(node);
 }

@@ -1,4 +1,5 @@
-// GradAccumulator: finds the region of a value's gradient in the buffers of a backward pass.
+// Implements GradAccumulator, which finds the region of a value's gradient in the buffers of a
+// backward pass.
 #include "autobatch/backward/backward.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
@@ -114,7 +115,8 @@ Region GradAccumulator::begin(ValueId id, bool may_be_fresh) {
   Region region{&grad, place.grad_offset + value.offset, value.geometry};
   const bool is_whole =
       value.geometry->contiguous && value.geometry->numel == base.geometry->extent;
-  // One call fills the buffer with zeros. The first gradient may overwrite the zeros.
+  // On devices where a call is expensive, one call fills the buffer with zeros. The first gradient
+  // may overwrite the zeros.
   if (wants_few_launches(value.device)) {
     buffer(value.base);
     region.fresh = std::exchange(task_.begun[value.base], 1) == 0 && may_be_fresh && is_whole;

@@ -12,9 +12,9 @@
 namespace autobatch {
 namespace {
 
-// Marks the divided nodes. A node is divided if eager computes one of its results from another one
-// (Rule::result_dependency), and the user holds that other result. Returns whether a node was
-// marked.
+// Marks the divided nodes. A node is divided if eager mode computes one of its results from another
+// of its results (Rule::result_dependency), and the user holds this other result. Returns whether a
+// node was marked.
 bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   std::vector<uint8_t> divided;
   for (const BatchRecord& batch : record.batches) {
@@ -31,8 +31,8 @@ bool mark_divided(FlushRecord& record, const std::vector<uint8_t>& held) {
   return !record.is_divided.empty();
 }
 
-// Marks values with overlapping elements (results of `expand`) for which a node reads, or the user
-// holds, a view of unknown elements (Tape::knows_elements).
+// Marks values with overlapping elements (results of `expand`) that have a view whose elements are
+// not known (Tape::knows_elements). Considers only views that a node reads or the user holds.
 std::vector<uint8_t> find_blurred(const FlushRecord& record) {
   const Tape& tape = record.tape;
   std::vector<uint8_t> blurred(tape.values.size(), 0);
@@ -68,8 +68,8 @@ std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& 
   return through;
 }
 
-// Visits the nodes that run and that have an operand for which `reads` is true. Returns the first
-// result of these nodes, in order of capture, or kNone if there are no such nodes.
+// Finds the first node, in order of capture, that runs and has an operand for which `reads` is
+// true. Returns the node's first result, or kNone if there is no such node.
 template <class Reads>
 ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   const Tape& tape = record.tape;
@@ -85,9 +85,9 @@ ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   return kNone;
 }
 
-// Marks the held values and the divided nodes. If no node is divided, and if no node and no held
-// view reads a held value, returns nullopt. Otherwise returns the first result that may be computed
-// from a held value, or kNone.
+// Marks the held values and the divided nodes. Returns nullopt if no node is divided, and no node
+// and no held view reads a held value. Otherwise returns the first result that may be computed from
+// a held value, or kNone.
 std::optional<ValueId> mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
   std::vector<uint8_t> blurred;
@@ -101,7 +101,7 @@ std::optional<ValueId> mark_held(FlushRecord& record) {
   const auto reads = [&](ValueId id) { return id != kNone && through[id] != 0; };
   const ValueId first = mark_divided(record, held) ? 0 : find_first_reader(record, reads);
   const bool any = first != kNone || std::any_of(record.held.begin(), record.held.end(),
-                                                 [&](const HeldValue& h) {  // a view of another
+                                                 [&](const HeldValue& h) {  // a held value's view
                                                    return reads(record.tape.values[h.value].parent);
                                                  });
   if (!any) return std::nullopt;
@@ -168,7 +168,7 @@ bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
   return node_level(record, node) == 0 && !record.divided(node);
 }
 
-// If the gradient of `id` goes through a held value, adds an export from `level` to that held
+// If the gradient of `id` flows through a held value, adds an export from `level` to that held
 // value.
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
@@ -199,8 +199,8 @@ void plan_single_level(FlushRecord& record) {
   }
 }
 
-// Returns, for each weight of a node, the held view through which the weight's gradient goes. The
-// entry is kNone if the gradient goes to the weight directly.
+// Returns, for each weight of a node, the held view through which the weight's gradient flows. The
+// entry is kNone if the gradient flows to the weight directly.
 std::vector<ValueId> cuts_of_weights(const FlushRecord& record, const Node& node) {
   std::vector<ValueId> cuts;
   for (size_t slot = 0; node.signature->weight_slots >> slot != 0; ++slot) {
@@ -217,13 +217,13 @@ Level& level_of(FlushRecord& record, uint32_t level) {
 }
 
 // Divides the members of a batch among the levels. Members that share a weight are in different
-// parts if their gradients of the weight go to different destinations.
+// parts if their gradients of the weight flow to different destinations.
 void plan_batch(FlushRecord& record, uint32_t b) {
   using Half = Level::Half;
   const BatchRecord& batch = record.batches[b];
   const auto all = std::span(record.order).subspan(batch.first, batch.count);
   const auto at_the_bottom = [&](NodeId node) { return is_at_the_bottom(record, node); };
-  // no gradient goes through a held value
+  // No gradient flows through a held value.
   if (std::all_of(all.begin(), all.end(), at_the_bottom)) {
     const auto first = static_cast<uint32_t>(record.level_order.size());
     record.level_order.insert(record.level_order.end(), all.begin(), all.end());
@@ -339,8 +339,8 @@ class ReachSets {
 
   const Tape& tape_;
   bool fits_ = false;
-  std::vector<uint32_t> bit_;          // by graph input: its bit in a set
-  std::vector<uint32_t> graph_input_;  // by bit: the graph input
+  std::vector<uint32_t> bit_;          // for each graph input: its bit in a set
+  std::vector<uint32_t> graph_input_;  // for each bit: the graph input
   size_t words_ = 0;                   // 64-bit words of a set
   std::vector<uint64_t> sets_;         // by value
 };
@@ -422,7 +422,8 @@ class ReachFinder {
       visit_producer(record_.tape.values[id].base, reach);
     } else {
       // The walk visits levels in no fixed order, so the mark of a graph input contains the level.
-      // The mark of another level may have replaced the mark of this level.
+      // The mark of another level may have replaced the mark of this level, so the list is searched
+      // too.
       const uint64_t mark = round_ << 16 | level;
       if (std::exchange(graph_input_seen_[base.index], mark) != mark) {
         std::vector<uint32_t>& graph_inputs = reach[level].graph_inputs;

@@ -1,6 +1,6 @@
 // Divides backward over a flush into levels. A level ends where a value that the user holds is read
 // again (docs/design.md, section 7). Also finds, for each held value and each
-// level, where the gradient of the held value goes.
+// level, the destinations of the held value's gradient.
 #pragma once
 
 #include "autobatch/backward/backward.h"

@@ -1,18 +1,19 @@
-// Handling of memory that is written to after a captured op has read it.
+// Handles memory that is written to after a captured op has read it.
 //
-// Eager's backward reads the tensors that its formulas saved when the op ran. Backward in this
-// library may compute an op again (recompute.h, rule.h). The operands must then have the content
-// that the op read when it first ran. So the content of a graph input is kept (GraphInput::as_read)
-// in these cases:
+// In eager mode, backward reads the tensors that its formulas saved when the op ran. Backward in
+// this library may compute an op again (recompute.h, rule.h). The operands must then have the
+// content that the op read when it first ran. So the content of a graph input is kept
+// (GraphInput::as_read) in these cases:
 //   - An op that runs in the scope will write to memory that a flush has read.
 //   - A tensor is captured, and another tensor with the same memory has a different version counter
 //     (`x.data`, `set_`). No version counter shows all writes to such memory.
 //   - The scope pauses.
 //
-// When backward runs, eager's formulas read the present content of the operands and results that
-// they saved. Backward in this library does the same. The memory of a tensor that the user holds is
-// separate from the record's slabs. The user may write to such a tensor without a change of its
-// version counter (UnseenWrite). Formulas that saved the tensor then read the user's memory.
+// When backward runs in eager mode, its formulas read the current content of the operands and
+// results that they saved. Backward in this library does the same. The memory of a tensor that the
+// user holds is separate from the record's slabs. The user may write to such a tensor without a
+// change of its version counter (UnseenWrite). Formulas that saved the tensor then read the user's
+// memory.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -30,10 +31,10 @@ namespace autobatch {
 class ReadRecords {
  public:
   void add(const std::shared_ptr<FlushRecord>& record);
-  // Must be called before an op writes to the storage of `to`. Keeps the present content of all
+  // Must be called before an op writes to the storage of `to`. Keeps the current content of all
   // graph inputs in that storage, both of the records and of `graph`.
   void before_write(Graph& graph, const at::Tensor& to);
-  // Writes during a pause are not observed (payoff.h). So this function keeps the present content
+  // Writes during a pause are not observed (payoff.h). So this function keeps the current content
   // of all graph inputs of the records, except weights.
   void before_pause();
 
@@ -55,12 +56,12 @@ class ReadRecords {
 
 // Returns the held tensors whose content differs from the computed values, sorted by base.
 std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
-// Returns the entry of the value `base`; null if there is none. `unseen` must be sorted by base.
+// Returns the entry of the value `base`, or null if there is none. `unseen` must be sorted by base.
 const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
 
-// While a guard exists, the record contains the data that eager's formulas of `nodes` would read.
-// An overwritten graph input has its old content, unless a formula saved the tensor. A computed
-// value that a formula saved has the content that the user wrote to the value's tensor.
+// While a guard exists, the record contains the data that the formulas of `nodes` would read in
+// eager mode. An overwritten graph input has its old content, unless a formula saved the tensor. A
+// computed value that a formula saved has the content that the user wrote to the value's tensor.
 class AsReadGuard {
  public:
   AsReadGuard(FlushRecord& record, const BackwardTask& task, NodeSpan nodes);

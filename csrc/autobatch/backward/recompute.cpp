@@ -192,8 +192,9 @@ at::Tensor Recompute::computed(ValueId id) const {
   return region_view(record_.store.region(record_.tape, id));
 }
 
-// Whether `id` need not be computed again. A value without a gradient is a constant, if its memory
-// still exists. The ops that computed it may be random.
+// Whether the value `id` is available without another computation. A value that requires no
+// gradient is a constant if its memory still exists. Such a value is not computed again, because
+// its ops may be random.
 bool Recompute::is_known(ValueId id) {
   if (results_.count(id) != 0) return true;
   const Value& value = record_.tape.values[id];
@@ -209,7 +210,8 @@ at::Tensor Recompute::result(ValueId id) {
 }
 
 // restore_last and overwrite_saved write to tensors through an alias, so that version counters do
-// not change. The user's own write, which is repeated here, did not change them either.
+// not change. These functions repeat a write of the user that did not change the version counters
+// either.
 void Recompute::Operands::restore_last(const at::Tensor& as_read) {
   tensors.back() = tensors.back().clone();
   const at::NoGradGuard no_grad;
@@ -222,8 +224,8 @@ void Recompute::Operands::overwrite_saved() const {
 }
 
 // The user may have written to an operand since the op ran. The op is computed again from the old
-// content. If eager's formula saved the operand, the operand then gets the new content, because
-// eager saves the tensor itself and not a copy.
+// content. If the op's formula saved the operand, the operand then gets the new content, because
+// eager mode saves the tensor itself and not a copy.
 Recompute::Operands Recompute::read_operands(NodeId id) {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
@@ -274,7 +276,7 @@ void Recompute::check_recomputed(NodeId id, const std::vector<at::Tensor>& resul
   }
 }
 
-// Computes the operands of a node before the node. Graphs are deep, and recursion could overflow
+// Computes the operands of a node before the node. Graphs may be deep, and recursion could overflow
 // the thread's stack. So this function uses an explicit stack.
 void Recompute::run(NodeId last) {
   const Tape& tape = record_.tape;

@@ -1,7 +1,7 @@
-// Backward with create_graph=True, or in a transform (vmap over autograd.grad). The nodes that a
-// held value depends on run again, eagerly and one by one, under autograd, and gradients are
-// computed through the resulting graph. This backward is slower than the batched one, but it
-// supports derivatives of any order.
+// Runs backward with create_graph=True, or in a transform (vmap over autograd.grad). The nodes that
+// a held value depends on run again under autograd, eagerly and one by one. Gradients are computed
+// through the resulting graph. This backward is slower than batched backward, but it supports
+// derivatives of any order.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -24,13 +24,14 @@ class Recompute {
   Recompute(FlushRecord& record, const std::vector<UnseenWrite>& unseen)
       : record_(record), unseen_(unseen) {}
 
-  // Notes the gradient of a held value. `edges`: where gradients of the value lead.
+  // Adds the gradient of a held value. `edges`: the edges of the graph inputs and held values to
+  // which this gradient may flow.
   void add_root(ValueId held, const at::Tensor& gradient, const Edges& edges);
   // Computes the gradients of graph inputs, and of the held values that cut the graph, given the
-  // gradients that were noted since the last call. Adds the results to the collected gradients. The
-  // gradients have an autograd graph if grad mode is on. All roots are differentiated together:
-  // the backward of a custom autograd.Function need not be linear, so it must run once. Returns
-  // false if there is no root.
+  // gradients that were added since the last call. Adds the results to the collected gradients. The
+  // gradients have an autograd graph if grad mode is on. All roots are differentiated together,
+  // because the backward of a custom autograd.Function may be nonlinear and must run only once.
+  // Returns false if there is no root.
   bool differentiate();
 
   // Returns the gradient collected so far for a graph input or a held value, and removes it.
@@ -46,7 +47,7 @@ class Recompute {
   static at::Tensor take(Gradients& gradients, uint32_t key);
   static void add(Gradients& gradients, uint32_t key, const at::Tensor& gradient);
 
-  at::Tensor read(ValueId id);               // as an operand: through the nearest held value
+  at::Tensor read(ValueId id);               // reads through the nearest held value
   at::Tensor read(ValueId id, ValueId cut);  // through the held value `cut`; kNone: no cut
   at::Tensor find(ValueId id, ValueId cut);
   at::Tensor graph_input(uint32_t index);
@@ -57,7 +58,7 @@ class Recompute {
   // Returns the value that forward computed, or zeros of the same geometry if the value was freed.
   at::Tensor computed(ValueId id) const;
   // The operands of a node. Saved operands may get other content after the node has run, so that
-  // eager's formulas read the content that eager would have saved.
+  // formulas read the content that they would read in eager mode.
   struct Operands {
     // Replaces the last operand with a copy that has the content `as_read`.
     void restore_last(const at::Tensor& as_read);
@@ -86,9 +87,8 @@ class Recompute {
   std::unordered_map<uint32_t, at::Tensor> graph_input_;
   std::unordered_map<ValueId, at::Tensor> cuts_;
   std::unordered_map<ValueId, at::Tensor> results_;
-  // Graph inputs and held values that were read as constants because no value whose gradient was
-  // computed so far depends on them. Another result of the same node may depend on them
-  // (forget_constants).
+  // Graph inputs and held values that were read as constants, because no root so far depends on
+  // these values. A later root may depend on them (forget_constants).
   std::vector<uint32_t> constant_graph_input_;
   std::vector<ValueId> constant_cuts_;
   std::vector<NodeId> replayed_;

@@ -16,7 +16,7 @@
 namespace autobatch {
 namespace {
 
-// One node, run eagerly on zeros.
+// A run of one node in eager mode, on zeros.
 class Trial {
  public:
   Trial(const Tape& tape, const Node& node) {
@@ -78,9 +78,9 @@ class Trial {
   std::vector<at::Tensor> results_;
 };
 
-// Returns a bit mask of the operands and results that eager saves. Bit s is operand s, and bit 32 +
-// k is result k. If the op cannot be run on zeros, returns the operands and results that its rule
-// reads.
+// Returns a bit mask of the operands and results that eager mode saves. Bit s is operand s, and bit
+// 32 + k is result k. If the op cannot be run on zeros, returns the operands and results that its
+// rule reads.
 uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   const Rule& rule = *node.signature->rule;
   uint64_t saved = 0;
@@ -110,7 +110,7 @@ uint64_t what_eager_saves(const Tape& tape, const Node& node) {
   return saved;
 }
 
-// Like what_eager_saves, but computed once for each signature and set of operands that require
+// Like what_eager_saves, but caches the result for each signature and set of operands that require
 // grad.
 uint64_t eager_saves(const Tape& tape, const Node& node) {
   uint64_t differentiable = 0;
@@ -145,8 +145,8 @@ ValueId find_saved_and_gone(const Tape& tape, const Node& node,
   for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone) continue;
-    // Eager saves a copy of the operand that an in-place op writes to (slot 0). If another operand
-    // has the same memory, the op overwrites that operand.
+    // Eager mode saves a copy of the operand that an in-place op writes to (slot 0). If another
+    // operand has the same memory, the op overwrites that operand.
     const bool gone = node.in_place
                           ? s > 0 && (is_gone(operand) || is_written_by(tape, operand, node))
                           : is_gone(operand);
@@ -238,9 +238,9 @@ void Written::check_unwritten(NodeId id) const {
   for (uint32_t s = 0; s < node.num_operands; ++s) {
     const ValueId operand = tape.operands[node.first_operand + s];
     if (operand == kNone || !is_overwritten(operand)) continue;
-    // Eager's formula reads only operands that it has saved. The content of other operands does not
-    // matter, with one exception. If results are saved or the op is composite, saved tensors may
-    // depend on any operand.
+    // In eager mode, a formula reads only operands that it has saved. The content of other operands
+    // does not matter, with one exception. If results are saved or the op is composite, saved
+    // tensors may depend on any operand.
     const uint64_t saved = eager_saves(tape, node);
     if (is_kept(operand) && !saves_operand(tape, node, s)) continue;
     const bool may_matter = s >= 32 || (saved >> s & 1) != 0 || (saved >> 32) != 0;

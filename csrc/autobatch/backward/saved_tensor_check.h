@@ -1,7 +1,7 @@
-// Finds the tensors that eager's autograd saves for an op. This library may keep different tensors
-// than eager. To find eager's tensors, the op runs in a trial, eagerly and on zeros. The trial
-// increases the version counter of a tensor and then runs backward. If eager has saved the tensor,
-// backward raises an error.
+// Finds the tensors that autograd saves for an op in eager mode. This library may keep different
+// tensors. To find the tensors of eager mode, the op runs in a trial, eagerly and on zeros. The
+// trial increases the version counter of a tensor and then runs backward. If autograd has saved the
+// tensor, backward raises an error.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -17,14 +17,14 @@ class Written {
   explicit Written(const FlushRecord& record);
 
   bool none() const { return bases_.empty() && record_.tape.written_at.empty(); }
-  // Raises eager's error if a value that eager would have saved for this node's backward has been
-  // overwritten.
+  // Raises the error of eager mode if a value that eager mode saves for this node's backward has
+  // been overwritten.
   void check(NodeId node) const;
-  // Raises eager's error if computing this node again would read an overwritten operand.
-  // Does not check operands that eager's formula does not need. If eager does not save an operand
-  // itself, the operand may be overwritten as long as its old content is kept.
+  // Raises the error of eager mode if computing this node again would read an overwritten operand.
+  // Does not check operands that the formula of eager mode does not need. If eager mode does not
+  // save an operand itself, the operand may be overwritten as long as its old content is kept.
   void check_unwritten(NodeId node) const;
-  // Raises eager's error if this operand was overwritten and its old content is not kept.
+  // Raises the error of eager mode if this operand was overwritten and its old content is not kept.
   void check_unwritten(NodeId node, size_t slot) const;
 
  private:
@@ -38,21 +38,23 @@ class Written {
   std::vector<ValueId> bases_;  // sorted
 };
 
-// Returns a value that eager saves for this node's backward and for which `is_gone` returns true,
-// because its content has been overwritten. Returns kNone if there is no such value.
+// Returns a value that eager mode saves for this node's backward and for which `is_gone` returns
+// true, because its content has been overwritten. Returns kNone if there is no such value.
 ValueId find_saved_and_gone(const Tape& tape, const Node& node,
                             const std::function<bool(ValueId)>& is_gone);
 
-// Whether eager saves anything for this node's backward, so that a second backward is an error.
+// Whether eager mode saves anything for this node's backward, so that a second backward is an
+// error.
 bool keeps_anything(const Tape& tape, const Node& node);
 
-// Whether eager saves the operand itself for this node's backward.
+// Whether eager mode saves the operand itself for this node's backward.
 bool saves_operand(const Tape& tape, const Node& node, uint32_t slot);
 
-// Whether eager saves the result itself for this node's backward.
+// Whether eager mode saves the result itself for this node's backward.
 bool saves_result(const Tape& tape, const Node& node, uint32_t result);
 
-// Returns the first of the node's results that has the same autograd node as `result` in eager.
+// Returns the first of the node's results that has the same autograd node as `result` in eager
+// mode.
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result);
 
 }  // namespace autobatch

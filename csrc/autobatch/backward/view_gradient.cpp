@@ -12,7 +12,8 @@ namespace {
 
 using Ints = c10::SmallVector<int64_t, 6>;
 
-// Returns the dimensions by stride, the largest first. Dimensions of size 1 come before all others.
+// Returns the dimensions sorted by stride, the largest stride first. Dimensions of size 1 come
+// before all other dimensions.
 Ints memory_order(const Geometry& g) {
   Ints order;
   for (int64_t d = 0; d < g.dim(); ++d) order.push_back(d);
@@ -49,7 +50,7 @@ struct Box {
 };
 
 // Describes a strided region as a box. Dimensions must be ordered from the largest stride to the
-// smallest. Returns nullopt if a stride does not divide the next larger one, or if the region
+// smallest. Returns nullopt if a stride does not divide the next larger stride, or if the region
 // extends beyond the end of a row of the box.
 std::optional<Box> box_of(const Ints& sizes, const Ints& strides, int64_t offset, int64_t numel) {
   Box box;

@@ -22,8 +22,8 @@ namespace {
 constexpr int64_t kJoinRows = 512;
 constexpr int64_t kFewRows = 16;
 // With kManyRows rows, the cost of one more pass over the weight's gradient is negligible. With a
-// quarter of kManyRows rows, the cost is still small. So products with this many rows run without
-// waiting for more rows if their factors have kLargeFactors bytes.
+// quarter of kManyRows rows, the cost is still small. So products with a quarter of kManyRows rows
+// do not wait for more rows if their factors have at least kLargeFactors bytes.
 constexpr int64_t kManyRows = 1024;
 constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
 
@@ -32,7 +32,7 @@ bool has_even_rows(const at::Tensor& t) {
   return (t.stride(1) == 1 || t.size(1) == 1) && t.stride(0) >= t.size(1);
 }
 
-bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows follow a's in memory
+bool adjoins(const at::Tensor& a, const at::Tensor& b) {  // b's rows directly follow a's rows
   const int64_t elements = a.size(0) * a.stride(0);
   return has_even_rows(a) && has_even_rows(b) && a.stride(0) == b.stride(0) &&
          static_cast<const char*>(a.const_data_ptr()) +
@@ -105,7 +105,7 @@ std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
 }
 
 // Returns the gradient buffer of a graph input if it is still undefined and can become the result
-// of a product; else null.
+// of a product, and null otherwise.
 at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
   const Value& value = record.tape.values[weight];
   if (!value.is_graph_input() || value.parent != kNone || !value.geometry->contiguous)

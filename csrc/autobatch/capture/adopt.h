@@ -1,7 +1,7 @@
 // Turns ordinary tensors into pending ones. If `h` is pending and `y` is an ordinary tensor, the
 // write `y += h` would need the value of `h` immediately. If only the caller's object refers to
-// `y`, a captured copy of `y` replaces the tensor in this object. After the replacement, the write
-// can be captured.
+// `y`, the tensor in this object is replaced by a captured copy of `y`. Then the write can be
+// captured.
 #pragma once
 
 #include "autobatch/export.h"
@@ -13,10 +13,10 @@ namespace autobatch {
 class PendingTensor;
 
 // Returns a captured copy of `tensor` that may replace `tensor`. The copy has the same metadata and
-// version. Returns an undefined tensor if no ops are captured. Also returns an undefined tensor if
-// there is any reference to `tensor` or its storage besides the caller's object and the graph. Only
-// a plain dense tensor with unchanged autograd metadata, in memory that PyTorch owns, can be
-// copied. For any other tensor pending_copy() returns an undefined tensor.
+// version. Returns an undefined tensor if no ops are captured, or if there is any reference to
+// `tensor` or its storage besides the caller's object and the graph. Only a plain dense tensor with
+// unchanged autograd metadata, in memory that PyTorch owns, can be copied. For any other tensor,
+// pending_copy() also returns an undefined tensor.
 AUTOBATCH_INTERNAL at::Tensor pending_copy(const at::Tensor& tensor);
 
 // While an instance of this class exists, the caller may exchange the copy and the tensor with

@@ -59,7 +59,7 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
       }
       s.plain &= !has_tangent(tensor);
       s.plain &= !info.integral_only || c10::isIntegralType(tensor.scalar_type(), true);
-      // Eager refuses to save an inference tensor for backward, so eager runs the call.
+      // Autograd cannot save an inference tensor for backward, so eager runs the call.
       s.plain &= !tensor.is_inference() || c10::InferenceMode::is_enabled();
       reasons.add(tensor);
       s.weight |= weight;

@@ -16,15 +16,15 @@
 
 namespace autobatch {
 
-// Properties of the arguments of one call, found in one pass.
-// The value of Scan::unusable for a tensor of new_leaves.h.
+// The value of Scan::unusable for a leaf that new_leaves.h describes.
 inline constexpr const char* kNewLeaf = "a tensor that requires_grad_() made a leaf";
 
+// Properties of the arguments of one call, found in one pass.
 struct Scan {
   bool pending = false;            // some tensor is pending
   bool is_recorded = false;        // CaptureReasons::is_recorded()
-  bool weight = false;             // some tensor is in a weight position
-  bool plain = true;               // every tensor is plain (is_plain), and captured ops may take it
+  bool weight = false;             // some tensor is passed as a weight
+  bool plain = true;               // every tensor is plain (is_plain), and captured ops accept it
   bool sparse = false;             // some tensor has a layout other than kStrided
   const char* unusable = nullptr;  // a pending tensor that cannot be an operand, for the report
 };
@@ -34,7 +34,7 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
 // Returns why the arguments are not plain (Scan::plain), for the report.
 const char* why_not_plain(at::ArrayRef<c10::IValue> arguments);
 
-// Whether a call of this op is captured only if its tensor arguments are a reason (CaptureReasons).
+// Whether a call of this op is captured only if CaptureReasons finds a reason in its tensors.
 inline bool is_captured_for_tensors(const OpInfo& info) {
   const bool deferred = info.action == Action::kDefer || info.action == Action::kView ||
                         info.action == Action::kDecompose;
@@ -42,8 +42,8 @@ inline bool is_captured_for_tensors(const OpInfo& info) {
          info.index_argument < 0;
 }
 
-// The argument types of the unboxed kernels that contain no tensor. A type that is not listed does
-// not compile.
+// The argument types of the unboxed kernels that contain no tensor. A kernel with an argument of
+// any other type does not compile.
 template <class T>
 concept HoldsNoTensor =
     std::is_arithmetic_v<T> || std::is_same_v<T, std::string_view> ||
@@ -53,12 +53,13 @@ concept HoldsNoTensor =
     std::is_same_v<T, std::optional<at::MemoryFormat>> || std::is_same_v<T, at::IntArrayRef> ||
     std::is_same_v<T, std::optional<c10::SymInt>>;
 
-// Finds out whether the tensor arguments of a call are a reason to capture the call: one of them is
-// pending, autograd would record the call, or the call computes a function of parameters. Most ops
-// on a program's data (masks, distances, positions) are not captured. Without grad mode, a function
-// of parameters is captured so that it is computed once for all instances
-// (plan/common_subexpressions.h). Other arguments of such a function, such as a mask of pruned
-// weights, are not larger than the parameters. So the pending results need little memory.
+// Decides whether the tensor arguments of a call are a reason to capture the call. There are three
+// reasons: one of the tensors is pending, autograd would record the call, or the call computes a
+// function of parameters. Most ops on a program's data (masks, distances, positions) are not
+// captured. Without grad mode, a function of parameters is captured so that it is computed only
+// once for all instances (plan/common_subexpressions.h). Other arguments of such a function, such
+// as a mask of pruned weights, are not larger than the parameters. So the pending results need
+// little memory.
 class CaptureReasons {
  public:
   explicit CaptureReasons(const CaptureState& state) : grad_mode_(state.grad_mode()) {}
@@ -106,9 +107,9 @@ inline bool has_capture_reasons(const CaptureState& state, at::ArrayRef<c10::IVa
   return reasons.any();
 }
 
-// Whether a call without CaptureReasons may run eagerly. The call may run eagerly if ops on
-// ordinary data are not captured (set_captures_data) and no cell or formula is being traced. In
-// addition, no buffer may wait for a captured write (memory_updates.h).
+// Whether a call without CaptureReasons may run eagerly. This requires that ops on ordinary data
+// are not captured (set_captures_data), that no cell or formula is being traced, and that no buffer
+// waits for a captured write (memory_updates.h).
 inline bool may_pass(const CaptureState& state) {
   return !state.captures_data && state.trace == nullptr && state.formula == nullptr &&
          (state.scope == nullptr || !state.scope->graph().has_stale());
@@ -129,7 +130,7 @@ void for_each_written(const OpInfo& info, at::ArrayRef<c10::IValue> arguments, c
   }
 }
 
-// Whether an argument is pending. The results of factories need no flush.
+// Whether an argument is pending. Results of factories do not count, because they need no flush.
 bool needs_flush(const Scope& scope, at::ArrayRef<c10::IValue> arguments);
 
 // Computes the pending arguments. The reason in the report is the op's name, followed by

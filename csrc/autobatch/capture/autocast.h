@@ -1,8 +1,8 @@
 // Implements autocast in a scope. Autocast's own kernels run on pending tensors. The casts and ops
-// that autocast's kernels call are captured like other ops, so that native rules can batch them.
-// Only casts of ordinary tensors run eagerly. The results of these casts are cached, so that all
-// instances share one cast of a weight. Autocast's own cache holds only casts of leaves that
-// require grad.
+// that these kernels call are captured like other ops, so that native rules can batch them. Only
+// casts of ordinary tensors run eagerly. The results of these casts are cached, so that all
+// instances share one cast of a weight. (Autocast's own cache holds only casts of leaves that
+// require grad.)
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,7 +23,7 @@ class CastCache {
 
  private:
   struct Entry {
-    at::Tensor tensor;  // held, so that its address is not reused
+    at::Tensor tensor;  // kept alive, so that its address is not reused
     uint32_t version;
     bool needs_grad;  // whether autograd recorded the cast
     at::Tensor cast;

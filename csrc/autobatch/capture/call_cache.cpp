@@ -15,7 +15,7 @@
 namespace autobatch {
 namespace {
 
-// Maximum number of CachedCalls. At this number all CachedCalls are dropped, and later calls add
+// Maximum number of CachedCalls. At this maximum, all CachedCalls are dropped, and later calls add
 // new ones.
 constexpr size_t kMostCachedCalls = 1 << 16;
 
@@ -30,7 +30,7 @@ constexpr uint64_t kOdd = uint64_t{1} << 34;
 constexpr uint64_t kCopy = uint64_t{1} << 35;
 constexpr uint64_t kHandedOn = uint64_t{1} << 36;
 
-// The kernels that attention may use (`torch.nn.attention.sdpa_kernel`).
+// Returns which kernels attention may use (`torch.nn.attention.sdpa_kernel`).
 uint64_t attention_settings() {
   const at::Context& context = at::globalContext();
   return (context.userEnabledFlashSDP() ? 1u : 0u) | (context.userEnabledMathSDP() ? 2u : 0u);
@@ -119,7 +119,7 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
     any_pending_ = true;
     put_known(impl, id);
   } else {
-    // A view requires grad if its base does.
+    // A view requires grad if its base requires grad.
     const bool wants = requires_grad || (meta != nullptr && meta->requires_grad());
     const ValueId id = graph_.find_graph_input(tensor, wants);
     id == kNone ? put_new(tensor) : put_known(impl, id);
@@ -127,7 +127,7 @@ void CallKey::put_tensor(const at::Tensor& tensor) {
 }
 
 // Returns the value that a call reads from a pending tensor. Returns kNone if the key cannot
-// describe the value. A view op refers to the memory and not to the value that was last written to
+// describe the value. A view op refers to the memory, and not to the value that was last written to
 // the memory. Therefore a view op on written memory has no key.
 ValueId CallKey::read_value(ValueId id) {
   return is_view_ && graph_.is_written(id) ? kNone : graph_.settled(id);
@@ -154,8 +154,8 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
 }
 
 // Adds the words of the value that the graph would add for the tensor. A weight gets the identity
-// that the weight would get in the graph. The first calls of a block are usually the same as in the
-// previous block, so in most cases the key is found again.
+// that it would get in the graph. The first calls of a block are usually the same as in the
+// previous block, so in most cases the key is already in the cache.
 void CallKey::put_new(const at::Tensor& tensor) {
   Value value;
   valid_ = graph_.describe_graph_input(tensor, value);
@@ -174,7 +174,7 @@ void CallKey::put_new(const at::Tensor& tensor) {
   tensors_.push_back(operand);
 }
 
-// Returns how many other new tensors that require grad the graph will have added before `tensor`.
+// Returns how many other new tensors that require grad the graph will add before `tensor`.
 uint32_t CallKey::number_of_new(const c10::TensorImpl* tensor) const {
   c10::SmallVector<const c10::TensorImpl*, 8> met;
   for (const Operand& operand : tensors_) {

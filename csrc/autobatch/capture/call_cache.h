@@ -1,7 +1,7 @@
 // A cache of captured calls. The result of capturing a call depends on the op, the dispatch
 // context, the metadata of the tensors (and the identity of weights), and the other arguments. A
-// CallKey encodes everything that the result depends on, as a sequence of words. If a key is in the
-// cache, the cached call gives the node or the views, and no rule runs again.
+// CallKey encodes all of these as a sequence of words. If the cache contains the key, the cached
+// call provides the node or the views, and no rule runs.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -21,8 +21,8 @@ namespace autobatch {
 struct CachedCall;
 
 // The words of a CallKey under construction. After a given call, a program usually makes the same
-// next call as last time. The expected next call is called the guess. Each new word is compared
-// with the guess. Until a word differs from the guess, no word is stored, and no look-up is needed.
+// next call as before. This expected call is the guess. Each new word is compared with the guess.
+// Until a word differs from the guess, no word is stored. If no word differs, no look-up is needed.
 class CallWords {
  public:
   explicit CallWords(const CachedCall* guess);
@@ -51,11 +51,11 @@ class CallWords {
   mutable Key words_;
 };
 
-// The key of one call. Arguments are added in order. Boxed and unboxed arguments give the same
+// The key of one call. Arguments are added in order. Boxed and unboxed arguments have the same
 // words.
 class CallKey {
  public:
-  // `guess`: a call that is likely to have the same key.
+  // `guess` is a call that probably has the same key.
   CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
           const CachedCall* guess = nullptr);
   // A key for a call of something other than an op (a cell). `what` identifies the called object.
@@ -87,7 +87,7 @@ class CallKey {
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
-  // Whether some tensor has to be added to the graph, or some gradient edge has to be taken.
+  // Whether a tensor has to be added to the graph, or the gradient edge of a graph input is needed.
   bool any_graph_input() const { return any_graph_input_; }
   // Whether grad mode is on, according to the context.
   bool grad_mode() const { return grad_mode_; }
@@ -110,7 +110,7 @@ class CallKey {
   Graph& graph_;
   CallWords words_;
   c10::SmallVector<Operand, 8> tensors_;
-  uint64_t weights_ = 0;  // bit i: the i-th of the next arguments is a weight, judging by its name
+  uint64_t weights_ = 0;  // bit i: the i-th of the next arguments has the name of a weight
   bool valid_ = true;
   bool any_pending_ = false;
   bool any_graph_input_ = false;
@@ -154,7 +154,7 @@ class CallCache {
 
   const CachedCall* last_ = nullptr;
   std::deque<CachedCall> entries_;                   // addresses stay valid
-  ska::flat_hash_map<uint64_t, CachedCall*> index_;  // by hash; the first of a chain
+  ska::flat_hash_map<uint64_t, CachedCall*> index_;  // by hash: first entry of a list (next)
 };
 
 namespace detail {

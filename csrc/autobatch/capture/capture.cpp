@@ -41,7 +41,7 @@ bool writes_in_parts(const OpInfo& info) {
          info.handle.operator_name().name.ends_with("_");
 }
 
-// Handles one call as the table in op_registry.cpp says.
+// Handles one call as specified by the table in op_registry.cpp.
 class Call {
  public:
   Call(Scope& scope, const OpInfo& info, c10::DispatchKeySet keys, Stack* stack)
@@ -110,7 +110,7 @@ class Call {
   // Runs the call as if no scope were open. If the call writes to memory, the pending ops that read
   // this memory run first.
   void run_eagerly() {
-    // Otherwise the template of the cell would contain the results of later ops as constants.
+    // Stops the trace, because its template would contain the results of later ops as constants.
     CellTrace::break_off("it runs an op in batch(enabled=False)", info_.name);
     left_to_eager_ = true;
     if (scope_.graph().has_stale()) finish_updates(scope_, info_.name, arguments());
@@ -123,7 +123,7 @@ class Call {
   at::ArrayRef<c10::IValue> arguments() const { return torch::jit::last(*stack_, num_arguments()); }
   size_t num_arguments() const { return info_.num_arguments; }
 
-  // Whether the caller works below autograd, as torch::tensor({1, 2}) does.
+  // Whether the caller runs below autograd, like torch::tensor({1, 2}).
   static bool is_filling_in_data() {
     const CaptureState& state = CaptureState::current();
     // The factories in namespace torch and the factories of Python also exclude ADInplaceOrView.
@@ -168,7 +168,7 @@ class Call {
   }
 
   void run_autocast() {
-    // A template would not contain the casts that autocast takes from its own cache.
+    // A template would not contain the casts that autocast finds in its own cache.
     CellTrace::break_off("autocast casts its tensors", info_.name);
     const CastingGuard casting;
     named([this] { run_composite(); });
@@ -186,15 +186,15 @@ class Call {
 
   // --- deferring ---
 
-  // Converts masks with known values to indices. Eager raises the error of an index out of range.
+  // Converts masks with known values to indices. Eager raises the error of a wrong index.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
     left_to_eager_ = !prepare_indices(scope_, info_, stack_);
   }
 
-  // Captures the call like the earlier call with an equal key. Returns false if no call has this
-  // key.
+  // Captures the call in the same way as the earlier call with an equal key. Returns false if no
+  // call has this key.
   bool try_cached_call() {
     if (left_to_eager_ || !may_use_call_cache(scope_) || !can_be_cached(info_, arguments()))
       return false;
@@ -242,8 +242,8 @@ class Call {
     if (!may_use_call_cache(scope_)) return;
     CallKey key(info_, scope_.graph(), DispatchContext::current());
     for (const c10::IValue& argument : arguments()) key.add(argument);
-    // If the tensor object of an operand is not in the graph, the operand was treated as a weight
-    // over the same memory. The key does not identify this weight.
+    // If the tensor object of an operand is not in the graph, the operand was replaced by a weight
+    // with the same memory. The key does not identify this weight.
     const auto is_known = [&](uint32_t i) { return i == kNone || key.tensors()[i].id != kNone; };
     const bool known = cached.signature == nullptr
                            ? is_known(0)
@@ -332,7 +332,7 @@ class Call {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
     const auto waits = [this](const at::Tensor& to) { return await_readers(scope_, to); };
-    if (any_written(waits)) return info_.handle.callBoxed(stack_);  // dispatch keys may be others
+    if (any_written(waits)) return info_.handle.callBoxed(stack_);  // the keys may have changed
     if (flush_shared_memory(scope_, info_, arguments())) return at_once("writes to its arguments");
     const bool may_defer = s.plain && !left_to_eager_;
     if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;

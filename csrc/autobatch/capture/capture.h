@@ -20,8 +20,8 @@ struct OpInfo;
 inline constexpr c10::DispatchKeySet kBelowCapture(c10::DispatchKeySet::FULL_AFTER,
                                                    compat::kDeferKey);
 
-// Registers the kernels of capture on compat::kDeferKey. Later calls do nothing: registering twice
-// would abort the process.
+// Registers the kernels of capture on compat::kDeferKey. Later calls do nothing, because a second
+// registration would abort the process.
 void register_capture();
 void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
 
@@ -34,8 +34,8 @@ AUTOBATCH_INTERNAL void capture_as(const OpInfo& info, c10::DispatchKeySet keys,
 // Returns this thread's scope if ops are captured now, else null.
 AUTOBATCH_INTERNAL Scope* capturing_scope();
 Scope* capturing_scope(const CaptureState& state);
-// Like capturing_scope(), but also returns null if calls of this thread pass by the kernels of
-// capture. For code that handles a call before it is dispatched.
+// Like capturing_scope(), but also returns null if calls of this thread bypass the kernels of
+// capture. Used by code that handles a call before the dispatcher.
 AUTOBATCH_INTERNAL Scope* reached_scope();
 // Sets whether ops of this thread run eagerly although a scope is open. Has no effect without a
 // scope. Returns the previous setting.
@@ -45,15 +45,15 @@ AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
-// Whether a tensor that the program makes from a Python number becomes pending. Such a tensor
-// becomes pending if ops are captured, no cell is traced (a cell treats the tensor as a constant),
-// and inference mode is off.
+// Whether a tensor that the program makes from a Python number becomes pending. It becomes pending
+// if ops are captured, no cell is traced (a cell treats the tensor as a constant), and inference
+// mode is off.
 AUTOBATCH_INTERNAL bool captures_numbers();
 
 // Returns this thread's dispatch context (dispatch_context.h) as one word. The dispatch context and
 // the arguments of a call determine how the call is captured.
 AUTOBATCH_INTERNAL uint64_t context_word();
-// Returns this thread's scope if its ops run eagerly because of `set_eager`, else null.
+// Returns this thread's scope if ops run eagerly because of `set_eager`, else null.
 Scope* eager_scope(const CaptureState& state);
 // A PyTorch feature that must observe each op when it runs and therefore prevents capture.
 struct Watcher {
@@ -64,7 +64,7 @@ struct Watcher {
 // engine.
 const Watcher* watcher(const CaptureState& state);
 
-// A reason for running an op eagerly. The reason is a shared constant, because the report compares
+// Reasons for running an op eagerly. The reasons are shared constants, because the report compares
 // reasons by address.
 inline constexpr const char* kNeedsValues = "needs values";
 inline constexpr const char* kMayBeCaught = "the program may catch its error";
@@ -76,11 +76,11 @@ AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 // Whether the tensor has a tangent of forward-mode AD.
 bool has_tangent(const at::Tensor& tensor);
 
-// Whether cached calls may be used. Cached calls may be used if the CallKey of a call alone
-// determines how the call is captured (call_cache.h). Returns false with the options `max_pending`
+// Whether cached calls may be used. They may be used if the CallKey of a call is sufficient to
+// determine how the call is captured (call_cache.h). Returns false with the options `max_pending`
 // and `verify`.
 bool may_use_call_cache(Scope& scope);
-// Whether a call may also be repeated before Call::run has looked at the memory of its arguments
+// Whether a cached call may even be used before Call::run has checked the memory of its arguments
 // (memory_order.h).
 bool may_use_call_cache_first(Scope& scope);
 // Whether the templates of cells may be applied. In addition to the conditions for cached calls,

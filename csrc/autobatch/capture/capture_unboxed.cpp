@@ -1,5 +1,5 @@
-// Unboxed kernels for the ops that models call most. A cached call is captured without putting its
-// arguments on a stack. All other calls use the boxed fallback.
+// Unboxed kernels for the ops that models call most often. If a call is in the cache, it is
+// captured without boxing its arguments on a stack. All other calls use the boxed fallback.
 #include "autobatch/capture/arguments.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/known_values.h"
@@ -126,7 +126,7 @@ struct NumberRead {
   at::Tensor tensor;
   const void* element = nullptr;
 };
-// `in_place`: the number can be read at its address.
+// `in_place` means that the number can be read at its address.
 NumberRead read_number(const OpInfo& info, const std::string& reason, const at::Tensor& self,
                        bool in_place) {
   PendingTensor* pending = as_pending(self);

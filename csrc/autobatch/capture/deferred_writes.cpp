@@ -95,7 +95,7 @@ void set_content(Memory& memory, ValueId content) {
   memory.views.clear();
 }
 
-// Combines the memory's content into one value: the old content with the pieces in their places.
+// Combines the old content of the memory and the written pieces into one value.
 void assemble(Scope& scope, Memory& memory) {
   if (memory.writes.empty()) return;
   Graph& graph = scope.graph();
@@ -109,7 +109,7 @@ void assemble(Scope& scope, Memory& memory) {
   const Value content = graph.value(memory.content);
   const std::vector<c10::IValue> arguments{
       view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
-  DispatchContext context;  // taken from the written values, not from the running code
+  DispatchContext context;  // describes the written values, not the running code
   context.grad_mode = memory.requires_grad;
   context.inference_mode = !content.is_graph_input() &&
                            graph.tape().nodes[content.node].signature->context.inference_mode;
@@ -159,15 +159,15 @@ bool history_is_shared(const Graph& graph, const Value& to, bool needs_grad) {
   const Value& base = graph.value(to.base);
   if (keeps_history(graph, to) && !is_whole(to, base)) return false;
   if (!graph.requires_grad_now(to.base) && !needs_grad) return true;
-  bool all = true;  // after the write, eager forbids the use of views that one call made (unbind)
+  bool all = true;  // after the write, eager rejects views that one call made (unbind)
   for_each_alias(graph, to.base,
                  [&](ValueId, const Value& alias) { all = all && alias.kind == ViewKind::kPlain; });
   // In eager, even a write to zero elements gives the memory a history with a zero gradient.
   return all && base.geometry->numel > 0 && to.geometry->numel > 0;
 }
 
-// Called for an op that reads the region that the op writes. Returns whether the op reads each
-// element right before it writes the element.
+// Called for an op that reads the region to which it writes. Returns whether the op reads each
+// element right before it writes this element.
 bool reads_as_it_writes(const OpInfo& op) {
   return op.write != WriteKind::kCompute || op.handle.hasTag(at::Tag::pointwise);
 }
@@ -182,7 +182,7 @@ bool has_formula_of_functional(const OpInfo& op, Arguments arguments) {
 bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const Value& to) {
   if (!has_formula_of_functional(op, arguments)) return false;
   const Value& base = graph.value(to.base);
-  // Autograd does not notice a write through `x.data`, so its formulas read the new content.
+  // Autograd does not notice a write through `x.data`, so autograd's formulas read the new content.
   if (to.kind == ViewKind::kData) return false;
   if (base.is_graph_input() || to.geometry->overlapping || base.geometry->overlapping) return false;
   if (must_flush_before_write(graph, to.base)) return false;
@@ -256,7 +256,7 @@ at::Tensor with_history_of(Scope& scope, const at::Tensor& to, const at::Tensor&
 }
 
 // Whether a gradient of `id` certainly reaches `source` too. The search for a path to `source` is
-// bounded. Returns false if the search finds no path.
+// limited. Returns false if the search finds no path.
 bool depends_on(const Graph& graph, ValueId id, ValueId source) {
   constexpr size_t kFar = 256;
   if (!graph.value(id).requires_grad) return false;
@@ -366,8 +366,8 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  // Detects flushes. A flush without batches is not in the report, but renumbers values. A flush
-  // with batches is in the report, and may keep the numbers.
+  // Detects flushes. A flush without batches is not in the report, but it renumbers values. A flush
+  // with batches is in the report, but it may keep the numbers.
   const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
   const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;

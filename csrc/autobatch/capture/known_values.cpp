@@ -25,12 +25,12 @@ using at::Tensor;
 using torch::jit::Stack;
 
 // A value is computed without a flush only within two limits: the number of ops, and the number of
-// elements of a result. Masks, lengths and indices are within the limits, but most values of a
-// model are not.
+// elements of a result. Masks, lengths and indices are usually within the limits, but most values
+// of a model are not.
 constexpr size_t kMostOps = 64;
 constexpr int64_t kMostElements = 1 << 16;
-// The limit on the elements of an operand that the members of a batch share. A shared operand may
-// be a weight of a model.
+// The maximum number of elements of an operand that the members of a batch share. A shared operand
+// may be a weight of a model.
 constexpr int64_t kMostOfWeight = 256;
 
 class Evaluation {
@@ -43,7 +43,7 @@ class Evaluation {
     known_.numbering = graph_.numbering();
   }
 
-  // Returns the value, computing it if needed. Undefined if it is not known.
+  // Returns the value, and computes it if needed. Returns an undefined tensor if it is not known.
   Tensor value_of(ValueId id) {
     const Value& value = graph_.value(id);
     const Tensor base =
@@ -65,7 +65,7 @@ class Evaluation {
     return known_.values[id];
   }
 
-  // Whether the node is probably an op on data (masks, indices) or on parameters alone, and not an
+  // Whether the node is probably an op on data (masks, indices) or only on parameters, and not an
   // op of a model.
   bool is_worth_it(const Node& node) const {
     const Signature& signature = *node.signature;
@@ -127,7 +127,7 @@ bool is_mask(const Tensor& index) {
   return index.scalar_type() == at::kBool || index.scalar_type() == at::kByte;
 }
 
-// Appends the positions of the mask's true elements to `out`, one tensor per dimension. `first`:
+// Appends the positions of the mask's true elements to `out`, one tensor per dimension. `first` is
 // the dimension of `of` that the mask's first dimension indexes. Returns false if the sizes differ.
 bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
                  c10::List<std::optional<Tensor>>& out) {
@@ -146,9 +146,9 @@ bool expand_mask(const Tensor& mask, const Tensor& of, int64_t first,
 }
 
 bool in_range(const Tensor& index, int64_t size) {
-  // A read from another device would wait for that device.
+  // Reading from another device would wait for that device.
   if (!has_host_memory(index.device()) || index.numel() == 0) return true;
-  // A faster check handles the usual case in a tenth of the time of aminmax.
+  // A faster check for the usual case takes a tenth of the time of aminmax.
   if (index.scalar_type() == at::kLong && index.dim() == 1) {
     const int64_t* at = index.const_data_ptr<int64_t>();
     const int64_t step = index.stride(0);
@@ -197,7 +197,7 @@ bool put_known_values(Scope& scope, const OpInfo& op, Stack* stack) {
   bool known = true;
   const bool is_inference_mode = c10::InferenceMode::is_enabled();
   const auto value = [&](const Tensor& tensor) {
-    // Autograd refuses to save an inference tensor, but the values computed here are ordinary
+    // Autograd cannot save an inference tensor, but the values that are computed here are ordinary
     // tensors.
     known = known && (is_inference_mode || !tensor.is_inference());
     const Tensor found = known ? known_value(scope, tensor) : Tensor();
@@ -238,7 +238,7 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
       continue;
     }
     const Tensor& index = item.toTensor();
-    // The flush checks the range of an index, so no op runs here only for this check.
+    // The flush checks the range of an index. So no op runs here only for this check.
     const Tensor known = known_value(scope, index, is_mask(index) ? kMostOps : 0);
     if (is_mask(index)) {
       // The result's shape is not known, so the op is handled like any op that needs values.
@@ -253,7 +253,7 @@ bool prepare_indices(Scope& scope, const OpInfo& op, Stack* stack) {
   }
   if (!masks) return true;
   if (op.name.starts_with("aten::index_put")) {
-    // Eager writes one element by `masked_fill_`, which converts the dtype.
+    // If the value has one element, eager calls `masked_fill_`, which converts the dtype.
     const Tensor& value = torch::jit::peek(*stack, 2, op.num_arguments).toTensor();
     if (value.numel() == 1 && value.scalar_type() != self.scalar_type()) return false;
   }

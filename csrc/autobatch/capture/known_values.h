@@ -1,6 +1,6 @@
-// Known values are values that follow from graph inputs and factories alone, as most masks and
-// indices do. While ops are captured, known values are computed on demand, op by op and without a
-// flush.
+// Known values are values that depend only on graph inputs and results of factories. Most masks and
+// indices are known values. While ops are captured, known values are computed on demand, op by op
+// and without a flush.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"

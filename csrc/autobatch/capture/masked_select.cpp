@@ -22,7 +22,7 @@ at::Tensor record_masked_select(Scope& scope, const OpInfo& op,
   if (!known.defined()) return {};
   const size_t rank = static_cast<size_t>(std::max(self.dim(), mask.dim()));
   at::DimVector sizes(rank, 1);
-  for (size_t d = 0; d < rank; ++d) {  // from the last dimension on
+  for (size_t d = 0; d < rank; ++d) {  // starting with the last dimension
     for (const at::IntArrayRef own : {self.sizes(), mask.sizes()}) {
       const int64_t size = d < own.size() ? own[own.size() - 1 - d] : 1;
       int64_t& common = sizes[rank - 1 - d];

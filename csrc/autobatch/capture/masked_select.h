@@ -1,4 +1,4 @@
-// `masked_select` of a pending tensor by a mask whose values are known (known_values.h).
+// Captures `masked_select` of a pending tensor by a mask whose values are known (known_values.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@ namespace autobatch {
 class Scope;
 struct OpInfo;
 
-// Captures the call as an `index_select` of the elements where the mask is true, and returns the
+// Captures the call as an `index_select` of the elements at which the mask is true, and returns the
 // result. Returns an undefined tensor, with nothing captured, if `op` is not `masked_select`, if
 // the mask's values are not known, or if eager has to check the arguments.
 at::Tensor record_masked_select(Scope& scope, const OpInfo& op,

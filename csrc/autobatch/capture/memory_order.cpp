@@ -15,12 +15,12 @@ namespace {
 
 using at::Tensor;
 
-// No more parts of one storage are told apart.
+// Maximum number of parts of one storage whose uses are recorded.
 constexpr size_t kMostParts = 1024;
 
 using Weak = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-// The ordered memory of all maps of this thread.
+// The ordered memory of all maps that this thread has run.
 std::vector<Weak>& known_ordered() {
   static thread_local std::vector<Weak> known;
   return known;
@@ -31,7 +31,7 @@ bool is_ordinary(const Tensor& tensor) {
          tensor.numel() > 0 && tensor.has_storage();
 }
 
-// Whether the call only adds a number to integers, as counters do (`num_batches_tracked.add_(1)`).
+// Whether the call only adds a number to integers, like a counter (`num_batches_tracked.add_(1)`).
 // The order of such calls does not matter.
 bool counts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
   return op.name.starts_with("aten::add_.") && arguments[0].isTensor() &&
@@ -39,7 +39,7 @@ bool counts(const OpInfo& op, at::ArrayRef<c10::IValue> arguments) {
          (!arguments[1].isTensor() || as_pending(arguments[1].toTensor()) == nullptr);
 }
 
-// Whether the call reads or writes elements. A view only makes a tensor.
+// Whether the call reads or writes elements. A view op only makes a tensor object.
 bool uses_elements(const OpInfo& op) {
   return op.action != Action::kView && op.action != Action::kMetadata;
 }
@@ -69,7 +69,8 @@ MemoryOrder::MemoryOrder(Scope& scope, const FiberPool& pool, bool watches)
   for (const Weak& storage : known_ordered()) {
     if (auto alive = storage.lock()) add_ordered(c10::Storage(std::move(alive)));
   }
-  // Calls look at their arguments only if the graph has stale memory.
+  // The arguments of calls are checked only if the graph has stale memory. So a map that is watched
+  // marks an empty storage as stale.
   if (watches) {
     add_ordered(c10::Storage(c10::Storage::use_byte_size_t(), 0, at::DataPtr(), nullptr, false));
   }
@@ -133,7 +134,7 @@ void MemoryOrder::note(const std::string& op, const Tensor& tensor, bool writes,
   if (!broken_.empty()) order_written();
 }
 
-// Drops the entries of memory that no longer exists, when the table has doubled.
+// Drops the entries of freed memory when the size of the table has doubled.
 void MemoryOrder::forget_released() {
   if (uses_.size() < forget_at_) return;
   std::erase_if(uses_, [](const auto& entry) { return entry.second.storage.expired(); });

@@ -25,8 +25,8 @@ using Arguments = at::ArrayRef<c10::IValue>;
 
 bool is_real_number(const c10::IValue& value) { return value.isInt() || value.isDouble(); }
 
-// Whether eager accepts the tensor as an operand of an update of `target`. Eager raises the error
-// of a wrong operand at the call, so a call with such an operand is not kept as an update.
+// Whether eager accepts the tensor as an operand of an update of `target`. If eager rejects an
+// operand, it raises the error at the call, so such a call is not kept as an update.
 bool is_source_for(const Tensor& target, const Tensor& source) {
   if (source.unsafeGetTensorImpl()->is_wrapped_number()) return !source.is_complex();
   return as_pending(source) != nullptr && source.scalar_type() == target.scalar_type() &&
@@ -82,7 +82,7 @@ void drop_updates(Scope& scope) {
 }
 
 // Waits for the end of an earlier instance that has to use one of the storages first. Returns false
-// if there is none.
+// if there is no such instance.
 bool await_claim(Scope& scope, const std::vector<c10::Storage>& storages) {
   Fiber* fiber = Fiber::suspendable();
   if (fiber == nullptr) return false;

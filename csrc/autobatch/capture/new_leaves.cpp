@@ -15,13 +15,13 @@
 namespace autobatch {
 namespace {
 
-// Whether the tensor is the only one with this memory, and uses the whole memory.
+// Whether no other tensor uses this memory, and the tensor uses the whole memory.
 bool owns_memory_alone(Graph& graph, const PendingTensor& tensor) {
   const Value& value = graph.value(tensor.value());
   const Value& base = graph.value(value.base);
   if (base.is_graph_input() || graph.memory_of(value.base) != nullptr) return false;
   if (graph.tape().versions.contains(value.base)) return false;  // it was written to
-  // `torch.zeros(3, requires_grad=True)` needs no flush to become real.
+  // The result of `torch.zeros(3, requires_grad=True)` becomes real without a flush.
   if (is_factory(*graph.tape().nodes[base.node].signature)) return false;
   if (reinterpreted_value(graph.tape(), value.base) != kNone || is_shared(graph.tape(), value.base))
     return false;
@@ -34,7 +34,7 @@ bool owns_memory_alone(Graph& graph, const PendingTensor& tensor) {
          value.kind != ViewKind::kOneOfSeveral;
 }
 
-// Whether the program can notice a gradient after the tensor has died.
+// Whether the program can notice a gradient after the tensor was destroyed.
 bool has_hooks(const at::Tensor& tensor) {
   const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
   return meta != nullptr && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_ != nullptr);

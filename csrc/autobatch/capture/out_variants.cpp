@@ -6,8 +6,9 @@
 namespace autobatch {
 namespace {
 
-// Whether the op may read `tensor` and write `out` as eager does it. If they share memory, only
-// elementwise ops on the same elements read everything that they need before they write.
+// Whether the functional op followed by a copy to `out` has the same effect as eager. If `tensor`
+// and `out` share memory, this is certain only for elementwise ops on the same elements: they read
+// each element before they write it.
 bool may_write(const OpInfo& op, const at::Tensor& tensor, const at::Tensor& out) {
   if (tensor.is_same(out)) return op.handle.hasTag(at::Tag::pointwise);
   const PendingTensor *read = as_pending(tensor), *written = as_pending(out);

@@ -7,10 +7,10 @@
 
 namespace autobatch {
 
-// If the op is an out variant (WriteKind::kOut), runs its functional counterpart and a copy, which
-// are captured. Else returns false, as it does if eager also resizes the given tensor, casts to its
-// dtype or raises an error, or if operands share memory with the given tensor. The arguments are
-// then still on the stack.
+// If the op is an out variant (WriteKind::kOut), captures its functional counterpart and a copy to
+// the given tensor. Returns false, and leaves the arguments on the stack, if the op is not an out
+// variant, or if an operand shares memory with the given tensor. Also returns false if eager would
+// resize the given tensor, cast the result to its dtype, or raise an error.
 bool run_out_variant(const OpInfo& op, torch::jit::Stack& stack);
 
 }  // namespace autobatch

@@ -82,8 +82,8 @@ void add_node(Scope& scope, Signature* signature, at::ArrayRef<ValueId> operands
   ++scope.report().ops;
 }
 
-// Takes the gradient edges of the operands if a result requires grad. If no result requires grad,
-// eager does not take the edges either.
+// Requests the gradient edges of the operands if a result requires grad. If no result requires
+// grad, eager does not need the edges either.
 void ask_gradients(Graph& graph, at::ArrayRef<ValueId> operands, at::ArrayRef<ResultMeta> results) {
   const bool needs_grad = std::any_of(results.begin(), results.end(),
                                       [](const ResultMeta& r) { return r.requires_grad; });
@@ -107,7 +107,7 @@ void meet_graph_input(Graph& graph, CallKey& key, const CachedCall& cached) {
   }
 }
 
-// If `parent` is a detached tensor, sets `parent` to the tensor that was detached first. For
+// If `parent` is a detached tensor, sets `parent` to the tensor from which it was detached. For
 // example, `x.detach().detach()` is a view of `x`. Returns false if that tensor is not in the
 // graph.
 bool leave_detached(const Graph& graph, ValueId& parent) {
@@ -136,7 +136,7 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // Eager's result is not a view. The graph cannot represent a result without a history.
+  // In eager, the result has no history and is not a view. The graph cannot represent this.
   if (of_gradient && !grad_mode && op.unsafe_split) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {
@@ -253,8 +253,8 @@ bool record_by(Scope& scope, const OpInfo& op, Arguments arguments, const Rule& 
   return true;
 }
 
-// Whether the base of the views of this value requires grad. In this case eager makes a view under
-// no_grad() a leaf that requires grad.
+// Whether the base of the views of this value requires grad. If so, a view that is made under
+// no_grad() is a leaf that requires grad in eager.
 bool base_requires_grad(const Graph& graph, ValueId id) {
   const Value& root = graph.value(root_of(graph.tape(), id));
   if (!root.is_graph_input()) return graph.requires_grad_now(root.base);

@@ -1,4 +1,4 @@
-// Adds one call to the graph, as a node or as views.
+// Adds one call to the graph as a node or as views.
 #pragma once
 
 #include "autobatch/capture/call_cache.h"
@@ -24,14 +24,14 @@ struct Recorded {
 // covers the call, tries a generic rule. Returns false, with nothing captured, if no rule covers
 // the call. The memory of pending arguments must be settled (deferred_writes.h). If `cached` is
 // given, it is set to the CachedCall for later calls with an equal CallKey, or to nullopt if the
-// call cannot be cached. `may_decompose`: whether the caller runs a decomposition of the op, which
-// has precedence over a generic rule.
+// call cannot be cached. If `may_decompose` is true, the caller will run a decomposition of the op,
+// if there is one. So no generic rule is tried for an op with a decomposition.
 bool record_call(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                  Recorded& recorded, std::optional<CachedCall>* cached = nullptr,
                  bool may_decompose = false);
 
-// Like record_call, but uses only `rule`. If the capture fails, `left_to_eager` (if given) is set
-// to whether eager must check the arguments and raise the error.
+// Like record_call, but uses only `rule`. If the capture fails and `left_to_eager` is given, it is
+// set to true if eager must check the arguments and raise the error.
 bool record_by(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments,
                const Rule& rule, const DispatchContext& context, Recorded& recorded,
                bool* left_to_eager = nullptr, std::optional<CachedCall>* cached = nullptr);
@@ -45,7 +45,7 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        c10::SmallVectorImpl<ValueId>& results);
 
 // Adds the node of the cached call, with the values of its operands. Bit i of `asks` is set if the
-// gradient edge of operand i may not have been taken yet (Graph::need_gradient).
+// gradient edge of operand i may still have to be requested (Graph::need_gradient).
 void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> operands,
                 uint64_t asks, c10::SmallVectorImpl<ValueId>& results);
 
@@ -54,16 +54,16 @@ void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> op
 bool record_views(Scope& scope, const OpInfo& op, const at::Tensor& self,
                   at::ArrayRef<CachedCall::View> views, bool list, Recorded& recorded);
 
-// Captures a call whose key is in the cache, and appends its results. Returns null, with nothing
-// captured, if the key is not in the cache or eager has to make the views.
+// Captures a call whose key is in the cache, and appends its results to `results`. Returns null,
+// with nothing captured, if the key is not in the cache or eager has to make the views.
 const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
                                c10::SmallVectorImpl<ValueId>& results);
 
 // Whether autograd would record an op now.
 bool grad_mode();
 
-// Captures `tensor.data`: a view that shares the tensor's memory, but neither its history nor its
-// version counter. Returns an undefined tensor if eager has to make the view.
+// Captures `tensor.data` as a view that shares the tensor's memory, but not its history and version
+// counter. Returns an undefined tensor if eager has to make the view.
 at::Tensor data_view(Graph& graph, const PendingTensor& tensor);
 
 // Describes the op and the dtypes and sizes of its tensors, for an error message.

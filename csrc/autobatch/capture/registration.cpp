@@ -19,7 +19,7 @@ void capture_in_turn(const c10::OperatorHandle& op, c10::DispatchKeySet keys, St
     // The functorch transform handles the call, and then dispatches the ops that it calls.
     return op.redispatchBoxed(keys & kBelowCapture, stack);
   }
-  // Saves the thread's dispatch keys, because a __torch_dispatch__ is called with the saved keys.
+  // Saves the thread's dispatch keys, because PyTorch calls __torch_dispatch__ with the saved keys.
   const at::impl::MaybeSetTLSOnEntryGuard on_entry;
   capture_as(op_info(op), keys.remove(c10::DispatchKey::PythonTLSSnapshot), stack);
 }

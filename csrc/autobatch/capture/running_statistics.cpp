@@ -33,8 +33,9 @@ bool is_statistic(Scope& scope, const c10::IValue& argument, const Tensor& x) {
   return waits_for_updates || !graph.reads_storage_of(buffer);
 }
 
-// Returns the variance and the mean of each channel of x [N, C, ...]. If one dimension is left to
-// reduce, `var` and `mean` are called separately, because both have native rules for any length.
+// Returns the variance and the mean of each channel of x [N, C, ...]. If only one dimension has to
+// be reduced, `var` and `mean` are called separately, because both have native rules for any
+// length.
 std::tuple<Tensor, Tensor> statistics(Tensor x) {
   const c10::Scalar correction(1);
   if (x.dim() == 2) return {at::var(x, {0}, correction), at::mean(x, {0})};
@@ -47,7 +48,7 @@ std::tuple<Tensor, Tensor> statistics(Tensor x) {
   return at::var_mean(x, dims, correction);
 }
 
-// Keeps target = (1 - momentum) * target + momentum * source for later. Eager's kernel of
+// Defers the update target = (1 - momentum) * target + momentum * source. Eager's kernel of
 // batch_norm does not increase the version counter of the target.
 void add_momentum_update(Scope& scope, const Tensor& target, const Tensor& source,
                          double momentum) {

@@ -25,15 +25,15 @@ namespace {
 
 using torch::jit::Stack;
 
-// Ops whose kernels fail on zeros, with an error or worse (LAPACK uses a pivot as an index).
+// Ops whose kernels raise an error or crash on zeros (LAPACK uses a pivot as an index).
 constexpr std::string_view kNotOnZeros[] = {"aten::linalg_ldl_", "aten::linalg_lu", "aten::lu_"};
 
-// Ops that would fail with values other than the values of the call. The Meta kernels of these ops
-// import nothing.
+// Ops that would fail with any values other than the values of the call. The Meta kernels of these
+// ops import no Python modules.
 constexpr std::string_view kNeverTried[] = {"aten::segment_reduce"};
 
-// The largest number of operand elements for which an op is run on stand-ins. The first limit
-// applies if the op's Meta kernel can be used instead. The second limit applies to all other ops.
+// The largest number of operand elements for which an op runs on stand-ins. The first limit applies
+// if the op's Meta kernel can be used instead. The second limit applies to all other ops.
 constexpr int64_t kLargestTrial = 1 << 20;
 constexpr int64_t kLargestNeededTrial = 1 << 26;
 
@@ -44,8 +44,8 @@ bool lists(const Table& table, std::string_view op) {
 }
 
 // The values of a stand-in. With kFirst, integers are zeros, because they may be indices, and other
-// dtypes are ones. With kIdentity, floating-point matrices are nearly the identity, so that no
-// reshaped matrix is singular, and other tensors are ones.
+// dtypes are ones. With kIdentity, floating-point matrices are nearly equal to the identity (so no
+// reshaped matrix is singular), and other tensors are ones.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
 // Returns a tensor with the same metadata. The returned tensor either has no data (Meta device), or
@@ -108,8 +108,8 @@ c10::IValue stand_in(const c10::IValue& value, Filling filling) {
 
 thread_local int trials_under_way = 0;
 
-// Hides a trial run from the user: restores the state of the random generator and drops warnings,
-// which the op itself will raise.
+// Hides a trial run from the user: restores the state of the random generator and drops warnings.
+// (The op raises the warnings when it runs later.)
 class Unseen {
  public:
   explicit Unseen(bool random) {
@@ -135,7 +135,7 @@ class Unseen {
   at::Tensor state_;
 };
 
-// The outcome of running the op on stand-ins for its arguments.
+// The outcome of running the op on stand-ins instead of its arguments.
 struct Outcome {
   enum Kind : uint8_t { kDone, kRaised, kSingular, kNoKernel };
   Kind kind = kDone;
@@ -181,8 +181,8 @@ bool add_result(const NodeBuilder& builder, const at::Tensor& tensor, const Stac
   if (is_argument(tensor, arguments)) return false;
   auto& geometries = const_cast<NodeBuilder&>(builder).graph().geometries();
   const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
-  // If a result overlaps itself without a stride of 0, the op kept the strides of an argument that
-  // overlaps itself (slice_scatter of unfold).
+  // A result may overlap itself without a stride of 0. In this case the op has kept the strides of
+  // an argument that overlaps itself (slice_scatter of unfold).
   const bool odd =
       std::find(geometry->strides.begin(), geometry->strides.end(), 0) == geometry->strides.end();
   if (geometry->overlapping && odd) return false;
@@ -381,7 +381,7 @@ bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results,
   const bool large = operands.elements > kLargestTrial;
   const bool never_tried =
       lists(kNeverTried, op.name) || (op.random && !has_host_memory(builder.device()));
-  // Autocast casts no Meta tensors, and a custom function may not support Meta tensors.
+  // Autocast does not cast Meta tensors, and a custom function may not support them.
   const bool cast = op.casts(builder.context()) || op.may_cast_within(builder.context());
   const bool has_meta = !cast && !is_custom_function(op);
   if (never_tried || (large && has_meta && host_may_ask_meta())) {
@@ -390,7 +390,7 @@ bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results,
       if (meta.kind != Outcome::kDone || !read_results(builder, meta, true, results, list)) {
         return false;
       }
-      // For operands that are not row-major, the CPU's kernels often give other strides.
+      // For operands that are not row-major, the CPU's kernels often return other strides.
       if (never_tried || operands.contiguous) return true;
     }
   }

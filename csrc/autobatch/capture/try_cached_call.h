@@ -1,6 +1,6 @@
 // Captures a call in the same way as an earlier call, without the dispatcher. Python calls these
-// functions directly and not through PyTorch's bindings. In the bindings, parsing the arguments
-// alone would take about the same time as the whole capture.
+// functions directly, and not through PyTorch's bindings. In the bindings, parsing the arguments
+// would take about as much time as the whole capture.
 #pragma once
 
 #include "autobatch/capture/record_call.h"
@@ -35,19 +35,19 @@ struct Argument {
   size_t size = 0;
 };
 
-// Captures a call of the op like the earlier call with an equal CallKey, and passes its results to
-// `take` before another thread can access them. `arguments` has one entry for each argument of the
-// op's schema. `list` tells whether the results form one Tensor[]. Returns false, with nothing
-// done, if no earlier call has an equal key or the call has to go through the dispatcher. A call
-// has to go through the dispatcher if a profiler or another dispatch key must handle it first, or
-// if a cell is being traced.
+// Captures a call of the op in the same way as the earlier call with an equal CallKey. Passes the
+// results to `take` before another thread can access them. `arguments` has one entry for each
+// argument of the op's schema. `list` tells whether the results form one Tensor[]. Returns false,
+// with nothing done, if no earlier call has an equal key or if the call has to go through the
+// dispatcher. A call has to go through the dispatcher if a profiler or another dispatch key must
+// handle it first, or if a cell is being traced.
 using Take = c10::function_ref<void(Graph& graph, at::ArrayRef<ValueId> results, bool list)>;
 AUTOBATCH_INTERNAL bool try_cached_call(const OpInfo& op, at::ArrayRef<Argument> arguments,
                                         Take take);
 
-// Captures the call with this key like the earlier call with an equal key, and appends the results
-// to `recorded`. Returns false, with nothing done, if there is no earlier call with an equal key.
-// The caller must have checked that the call can be captured now.
+// Captures the call with this key in the same way as the earlier call with an equal key, and
+// appends the results to `recorded`. Returns false, with nothing done, if there is no earlier call
+// with an equal key. The caller must have checked that the call can be captured now.
 bool try_cached_call(Scope& scope, const OpInfo& op, CallKey& key, Recorded& recorded);
 
 // Whether calls of the op are cached. Calls of a factory are not cached, because the result of a

@@ -40,7 +40,7 @@ const PendingTensor* own_result(const TensorBase& self) {
   return known ? pending : nullptr;
 }
 
-// Whether autograd does not treat the tensor as a view. Returns false if that is not known.
+// Returns true if autograd does not treat the tensor as a view, and false if that is not known.
 bool is_no_view(const TensorBase& self) {
   const PendingTensor* pending = own_result(self);
   if (pending == nullptr || shares_memory(Tensor(self))) return false;
@@ -143,7 +143,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
     real_->basic_autograd_not_implemented_fallback(op, keys, stack);
   }
   std::optional<c10::ScalarType> grad_dtype(const TensorBase& self) const override {
-    // Of a new leaf (new_leaves.h), while it becomes real: AccumulateGrad reads the dtype.
+    // AccumulateGrad reads the dtype of a new leaf (new_leaves.h) while the leaf becomes real.
     if (as_pending(self) != nullptr && Scope::is_flushing()) return self.scalar_type();
     return hooks(self, "a read of grad_dtype").grad_dtype(self);
   }
@@ -155,7 +155,7 @@ class Hooks final : public at::impl::VariableHooksInterface {
  private:
   at::impl::VariableHooksInterface& hooks(const TensorBase& self, const char* reason) const {
     if (as_pending(self) == nullptr) return *real_;
-    CellTrace::break_off("it accesses autograd's state", reason);  // not a read of a value
+    CellTrace::break_off("it accesses autograd's state", reason);  // this is not a read of a value
     ensure_real(self, reason);
     return *real_;
   }

@@ -23,8 +23,8 @@ ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   return is_weight ? graph.weight_value_of(tensor) : graph.value_of(tensor);
 }
 
-// Makes the weights graph inputs, in the order in which the traced call used them. So the weights
-// get their identities in this order, which may differ from the order in `weights`.
+// Adds the weights to the graph as graph inputs, in the order in which the traced call used them.
+// This order determines the identities of the weights. It may differ from the order in `weights`.
 template <class Weights>
 void meet(Graph& graph, const Weights& weights) {
   std::vector<uint32_t> order(weights.size());
@@ -55,7 +55,7 @@ std::string at_site(const std::string& site) { return site.empty() ? "" : " at "
 
 CellFunction::CellFunction(bool compiles) : compiles_(compiles) {
   static std::atomic<uint64_t> next{1};
-  id_ = next++ << 8 | 0x7F;  // differs from the addresses of ops in other keys, which are even
+  id_ = next++ << 8 | 0x7F;  // odd; other keys begin with the address of an op, which is even
 }
 
 std::shared_ptr<std::atomic<uint64_t>> CellFunction::waits(size_t inputs) {
@@ -145,7 +145,7 @@ void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced)
   Report& report = scope.report();
   const uint64_t ops = report.ops, views = report.views;
   if (!apply_subgraph(scope, weights, ids)) return;
-  report.ops = ops, report.views = views;  // counted already in the trace
+  report.ops = ops, report.views = views;  // the trace has already counted the ops
   for (const uint32_t number : outputs_) {
     if (number < num_inputs || number >= kFirstWeight) continue;
     TORCH_INTERNAL_ASSERT(ids[number] != kNone, "no step of the cell computes one of its results");
@@ -227,7 +227,7 @@ bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op || a.tensors != b.tensors) return false;
-    if (a.cached.results.size() != b.cached.results.size()) return false;  // with hidden ones
+    if (a.cached.results.size() != b.cached.results.size()) return false;  // also hidden ones
     if (a.cached.views.size() != b.cached.views.size()) return false;
     for (size_t k = 0; k < a.cached.results.size(); ++k) {
       differs |= a.cached.results[k].geometry->sizes != b.cached.results[k].geometry->sizes;
@@ -293,7 +293,7 @@ void CellTrace::break_off(const char* reason, const std::string& what) {
 
 void CellTrace::note_read(const std::string& what) {
   if (capture_state.trace == nullptr) return;
-  // If a profiler records the arguments of ops, the value was read by the profiler and not by the
+  // If a profiler records the arguments of ops, the value was read by the profiler, not by the
   // function.
   if (capture_state.trace->why_.empty())
     capture_state.trace->has_read_ = !profiler_records_arguments();
@@ -344,10 +344,10 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
 }
 
 // A signature identifies a view of a weight (`w.t()`) by the base of the view. The graph has no
-// information about this base. So an input with such a view becomes a weight, because the identity
-// of a weight is part of the key.
+// information about this base. So if a signature contains a view of an input, the input becomes a
+// weight, because the identity of a weight is part of the key.
 void CellTrace::note_viewed_weights() {
-  std::unordered_map<uint32_t, uint32_t> viewed;  // base by number of a view
+  std::unordered_map<uint32_t, uint32_t> viewed;  // by number of a view: number of its base
   for (const CellTemplate::Step& step : made_->steps_) {
     const auto root = [&](uint32_t number) {
       const auto found = viewed.find(number);
@@ -398,7 +398,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
     if (shares_memory(output)) break_off("it returns a complex view, which shares memory", "");
     made_->outputs_.push_back(number_of(output.unsafeGetTensorImpl()));
     if (made_->outputs_.back() >= CellTemplate::kFirstWeight && !output.requires_grad()) {
-      // All calls would share the tensor.
+      // A template would return the same tensor object for all calls.
       break_off("it returns a tensor that is neither an argument nor the result of a captured op",
                 "");
     }
@@ -412,8 +412,8 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
   for (CellTemplate::Weight& weight : made_->weights_) {
     weight.is_weight = is_weight(graph, weight.tensor);
     // Ops may read a tensor only through a view (C++'s Linear calls addmm with the transposed
-    // weight). A tensor that is read in this way also becomes one graph input for all calls. If it
-    // did not, each view would get a separate gradient.
+    // weight). A tensor that is read in this way also becomes one graph input for all calls.
+    // Otherwise each view would get a separate gradient.
     if (!weight.is_weight && weight.tensor.requires_grad() && !as_pending(weight.tensor)) {
       graph.weight_value_of(weight.tensor);
       weight.is_weight = is_weight(graph, weight.tensor);
@@ -450,7 +450,8 @@ bool CellTable::make_key(Scope& scope, uint64_t function, at::ArrayRef<at::Tenso
   if (!call.valid()) return false;
   key = call.words();
   key.append(others.begin(), others.end());
-  // If the two sizes differ, some inputs are Python numbers, which call.tensors() does not contain.
+  // If the numbers of tensors differ, some inputs are Python numbers, which call.tensors() does not
+  // contain.
   if (known != nullptr && call.tensors().size() == inputs.size()) {
     for (const CallKey::Operand& operand : call.tensors()) known->push_back(operand.id);
   }

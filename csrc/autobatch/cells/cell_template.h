@@ -1,9 +1,9 @@
 // A cell is a function whose calls are captured as a whole. The first call of a kind is traced: the
 // function runs as usual, and the ops that it adds to the graph are stored as a template. A later
-// call of the same kind does not run the function. Such a call adds the template's nodes, with its
-// own arguments. In Suarez and Zhu's Efficient Dynamic Batching and in Cavs (vertex functions), the
-// function is the unit of batching. In this library the function is the unit of capture, and its
-// nodes are batched like all other nodes.
+// call of the same kind does not run the function. Instead, the library adds the template's nodes,
+// with the arguments of this call as operands. In Suarez and Zhu's Efficient Dynamic Batching and
+// in Cavs (vertex functions), the function is the unit of batching. In this library the function is
+// the unit of capture, and its nodes are batched like all other nodes.
 #pragma once
 
 #include "autobatch/capture/record_call.h"
@@ -21,8 +21,8 @@
 
 namespace autobatch {
 
-// A function that is a cell: its identity in keys, and the facts that are known from its calls in
-// earlier blocks. Thread-safe.
+// The function of a cell. Contains the function's identity in keys, and facts that are known from
+// calls in earlier blocks. Thread-safe.
 class CellFunction {
  public:
   // `compiles`: if possible, the subgraphs run as compiled code (compiled_subgraph.h).
@@ -30,13 +30,13 @@ class CellFunction {
   CellFunction(const CellFunction&) = delete;
   CellFunction& operator=(const CellFunction&) = delete;
 
-  uint64_t id() const { return id_; }  // first word of the keys of its calls
+  uint64_t id() const { return id_; }  // the first word of the key of each call
   bool compiles() const { return compiles_; }
-  // Returns a bit mask for calls with `inputs` tensors. Bit i is set if in some call tensor i was
-  // the result of a cell.
+  // Returns a bit mask for calls with `inputs` tensors. Bit i is set if tensor i was the result of
+  // a cell in at least one call.
   std::shared_ptr<std::atomic<uint64_t>> waits(size_t inputs);
 
-  // Whether the function has been called with the same ops on tensors of other sizes. Calls of
+  // Whether two calls of the function had the same ops on tensors of different sizes. Calls of
   // different sizes batch better op by op than as subgraphs.
   std::atomic<bool> is_ragged{false};
 
@@ -48,33 +48,33 @@ class CellFunction {
 };
 
 // The ops that a call adds to the graph. Tensors are numbered: first the inputs, then the results
-// in the order of their ops. Numbers from kFirstWeight on belong to weights. A weight is any tensor
-// that is neither an input nor a result, such as a parameter or a constant.
+// in the order of their ops. Numbers >= kFirstWeight belong to weights. A weight is any tensor that
+// is neither an input nor a result, such as a parameter or a constant.
 class CellTemplate {
  public:
   // Adds the nodes and appends the outputs. Returns false if a weight has changed since the trace.
-  // In this case no code reads the nodes that were already added. `known`: the values of the
-  // inputs, as CellTable::make_key returns them; an entry may be kNone.
+  // In this case the nodes that were already added stay unused. `known`: the values of the inputs,
+  // as CellTable::make_key returns them; an entry may be kNone.
   AUTOBATCH_INTERNAL bool apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
                                 c10::SmallVectorImpl<at::Tensor>& outputs,
                                 at::ArrayRef<ValueId> known = {}) const;
 
   size_t num_steps() const { return steps_.size(); }
-  // Returns a description of the first difference from `other`, for an error message. Empty if
-  // there is no difference.
+  // Returns a description of the first difference from `other`, for an error message. Returns an
+  // empty string if there is no difference.
   AUTOBATCH_INTERNAL std::string difference(const CellTemplate& other) const;
   // Returns the weights: tensors that are neither inputs nor results.
   AUTOBATCH_INTERNAL std::vector<at::Tensor> weights() const;
 
   // Whether a call adds one node for all ops, or for nearly all ops (subgraph.h).
   bool has_subgraph() const { return compact_.has_value(); }
-  // Makes later calls add a node for each op, so that these nodes can join batches with other
-  // nodes.
+  // Removes the subgraph. Later calls add a node for each op, and these nodes can be batched with
+  // other nodes.
   void drop_subgraph() { compact_.reset(); }
   // Whether `other` has the same ops on tensors of other sizes.
   bool differs_in_sizes(const CellTemplate& other) const;
 
-  // Data that the host keeps with the template.
+  // Data of the host (host_hooks.h) that belongs to the template.
   std::shared_ptr<void> host;
 
  private:
@@ -116,15 +116,16 @@ class CellTemplate {
   struct Part {
     CachedCall cached;
     std::vector<uint32_t> operands, results;  // tensor numbers
-    // Bit i of `asks`: autograd needs the gradient edge of operand i. Bit i of `of_call`: operand i
-    // is an input or a result, and not a weight.
+    // Bit i of `asks` is set if autograd needs the gradient edge of operand i. Bit i of `of_call`
+    // is set if operand i is an input or a result, and not a weight.
     uint64_t asks = 0, of_call = 0;
     size_t ops = 0;
   };
-  // A call as one node, `main`. Some products do not depend on the results of other cells. Such
-  // products, and the steps that compute their operands, run before `main`. So the products of all
-  // calls form one batch. If possible, the steps before `main` are one node, `front`; if not, each
-  // op is a node. Outputs that are views of results or inputs are made after `main`.
+  // The compact form of a call: one node, `main`, replaces the steps. Some matrix products do not
+  // depend on the results of other cells. These products, and the steps that compute their
+  // operands, run before `main`. So the products of all calls can form one batch. If possible, the
+  // steps before `main` are one node, `front`; if not, each op is a node. Outputs that are views of
+  // results or inputs are made after `main`.
   struct Compact {
     std::vector<uint32_t> before;  // steps that run before `main`, if there is no `front`
     std::optional<Part> front;     // one node that replaces the steps `before`
@@ -134,7 +135,7 @@ class CellTemplate {
   };
   friend class SubgraphBuilder;
 
-  // Sets `compact_`, if the steps can run as one node.
+  // Sets `compact_` if the steps can run as one node.
   void make_compact(Scope& scope, CellFunction& function, at::ArrayRef<at::Tensor> inputs);
   bool apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
@@ -196,7 +197,8 @@ class CellTrace {
   const std::string& why() const { return why_; }
   // The line of user code where the trace failed.
   const std::string& site() const { return site_; }
-  // Raises an error if the cell `name` has read a tensor's value, which cells must not do.
+  // Raises an error if the cell `name` has read a tensor's value, because cells must not read
+  // values.
   AUTOBATCH_INTERNAL void check_no_read(const std::string& name) const;
 
  private:
@@ -208,7 +210,8 @@ class CellTrace {
   std::unique_ptr<CellTemplate> made_ = std::make_unique<CellTemplate>();
   std::vector<at::Tensor> inputs_;
   // These references prevent a new tensor from getting an address that is in `numbers_`. The
-  // references are weak, because a factory returns a copy of a result that has other owners.
+  // references are weak, because PyTorch's factories copy a new tensor if it already has another
+  // owner.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> results_;
   std::unordered_map<const c10::TensorImpl*, uint32_t> numbers_;
   std::string why_, site_;
@@ -219,8 +222,8 @@ class CellTrace {
 [[noreturn]] AUTOBATCH_INTERNAL void raise_different(const std::string& name,
                                                      const std::string& difference);
 
-// The templates of one scope, by key. The words of a key identify the function and describe its
-// tensors (CallKey). The key also tells which tensors are the same object, and contains the other
+// The templates of one scope, by key. A key identifies the function and describes the tensors of
+// the call (CallKey). The key also tells which tensors are the same object, and contains the other
 // arguments.
 class CellTable {
  public:
@@ -234,8 +237,8 @@ class CellTable {
                                           Known* known = nullptr);
 
   AUTOBATCH_INTERNAL CellTemplate* find(const Key& key);
-  // Adds a template. If the new template shows that the function is ragged, removes the subgraphs
-  // of all templates of the function.
+  // Adds a template. If the new template shows that the function is ragged
+  // (CellFunction::is_ragged), removes the subgraphs of all templates of the function.
   AUTOBATCH_INTERNAL void add(const Key& key, std::unique_ptr<CellTemplate> made,
                               CellFunction& function);
   AUTOBATCH_INTERNAL void remove(const Key& key);
@@ -254,7 +257,7 @@ class CellTable {
   Entry*& recent(const Key& key) { return recent_[(key[0] >> 8) % recent_.size()]; }
 
   Entries entries_;
-  std::array<Entry*, 8> recent_{};  // entries found last, by function id modulo the size
+  std::array<Entry*, 8> recent_{};  // recently found entries, by function id modulo the size
   // The templates that have a subgraph, by function.
   std::unordered_map<uint64_t, std::vector<CellTemplate*>> of_function_;
 };

@@ -43,7 +43,7 @@ class SubgraphBuilder {
  private:
   using Step = CellTemplate::Step;
 
-  // Builds `part_` from the live steps, except for those that run before the subgraph. Returns
+  // Builds `part_` from the live steps, without the steps that run before the subgraph. Returns
   // false if the steps cannot run as one node.
   bool build() {
     for (const Step& step : cell_.steps_) {
@@ -69,8 +69,8 @@ class SubgraphBuilder {
     }
   }
 
-  // Builds `front` from the steps before the subgraph, if possible. The results of `front` are the
-  // operands of `main`, and those results of the call that steps before the subgraph compute.
+  // Builds `front` from the steps before the subgraph, if possible. The results of `front` are
+  // operands of `main`, or results of the call.
   void join_before() {
     std::vector<uint32_t> results;
     for (const uint32_t number : compact_.main.operands) {
@@ -93,9 +93,9 @@ class SubgraphBuilder {
     return step.cached.signature != nullptr && step.cached.signature->rule->heavy();
   }
 
-  // If some inputs are results of other cells, marks the products that depend only on the remaining
-  // inputs. In a recurrent network, one product then covers the inputs of all time steps, as in
-  // code written by hand. Only the products of the states have to wait for other cells.
+  // If some inputs are results of other cells, marks the matrix products that depend only on the
+  // remaining inputs. In a recurrent network, one product then covers the inputs of all time steps,
+  // as in code written by hand. Only the products of the states have to wait for other cells.
   void find_before() {
     before_.assign(cell_.steps_.size(), 0);
     const uint64_t waiting = *compact_.waits;
@@ -122,9 +122,9 @@ class SubgraphBuilder {
     }
   }
 
-  // Whether an output is a view that an op of the cell reads too. In eager mode both uses
-  // contribute to the gradient of the view. The subgraph would read a separate view, which has a
-  // separate gradient.
+  // Whether an output is a view that an op of the cell also reads. In eager mode, both the op and
+  // the user of the output contribute to the gradient of this view. A subgraph would read a
+  // separate view, which has a separate gradient.
   bool returns_read_view() const {
     return std::any_of(cell_.outputs_.begin(), cell_.outputs_.end(), [&](uint32_t number) {
       const auto made = maker_.find(number);
@@ -134,7 +134,7 @@ class SubgraphBuilder {
   }
 
   // Marks the steps whose results the outputs need. Outputs that are views stay outside the
-  // subgraph. The tensors of which they are views become results of the subgraph.
+  // subgraph. The bases of these views become results of the subgraph.
   void find_live() {
     auto& maker = maker_;
     for (size_t s = 0; s < cell_.steps_.size(); ++s) {
@@ -191,8 +191,8 @@ class SubgraphBuilder {
                        {geometry, tensor.scalar_type(), tensor.device(), tensor.requires_grad()});
   }
 
-  // Returns the value of a result that a step before the subgraph computes; the result becomes an
-  // operand. If the result is a view, the subgraph makes the view itself.
+  // Returns the value of a tensor that a step before the subgraph computes. The tensor becomes an
+  // operand of the subgraph. If the tensor is a view, the subgraph makes the view itself.
   ValueId value_from_before(const Step& step, uint32_t number) {
     if (step.cached.signature == nullptr) return add_views(step) ? values_[number] : kNone;
     const ResultMeta& result = step.cached.results[number - step.first_result];

@@ -1,5 +1,5 @@
-// All code that depends on the PyTorch version is in this file. Only this file names the borrowed
-// dispatch key. PyTorch 2.11 to 2.15 are supported.
+// All code that depends on the version of PyTorch is in this file and in compat_indexing.h. PyTorch
+// 2.11 to 2.15 are supported. This file also chooses the dispatch key for capture (kDeferKey).
 #pragma once
 
 #include <c10/core/DispatchKey.h>
@@ -17,10 +17,10 @@ namespace autobatch::compat {
 
 // The dispatch key on which the boxed fallback is registered. The key is above Autocast,
 // functorch's wrappers and Autograd. So composite ops are not decomposed before capture, and
-// autograd records nothing for a single instance. PyTorch itself registers no kernels on two keys:
-// DeferredInit and TESTING_ONLY_GenericMode. DeferredInit (used by torchdistx) has the right
-// position for capture, but PyTorch has few key bits left and may remove this key.
-// TESTING_ONLY_GenericMode exists for PyTorch's own C++ tests. The library borrows
+// autograd does not record the ops of a single example. PyTorch registers no kernels of its own on
+// two keys: DeferredInit and TESTING_ONLY_GenericMode. DeferredInit (used by torchdistx) has the
+// right position for capture, but PyTorch has few key bits left and may remove this key.
+// TESTING_ONLY_GenericMode exists for PyTorch's own C++ tests. This library uses
 // TESTING_ONLY_GenericMode if there is no DeferredInit, or if the build selects it (CMake's
 // AUTOBATCH_CAPTURE_KEY).
 template <class Key>
@@ -38,8 +38,8 @@ inline constexpr auto kDeferKey = default_capture_key<c10::DispatchKey>();
 #endif
 
 // Dispatch keys of PyTorch that have a lower priority than kDeferKey, but must handle a call before
-// capture. Capture passes the call to these keys first (registration.cpp). Empty if kDeferKey is
-// DeferredInit.
+// capture. Capture passes the call to these keys first (registration.cpp). The set is empty if
+// kDeferKey is DeferredInit.
 inline constexpr c10::DispatchKeySet kBeforeCapture =
     c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDeferKey) &
     c10::DispatchKeySet(
@@ -59,12 +59,12 @@ auto make_node(Args&&... args) {
   }
 }
 
-// Whether the autograd metadata of a tensor equals that of a new tensor, except for requires_grad.
-// Returns false for newer versions of PyTorch, whose AutogradMeta may have members that this
-// function does not check.
+// Whether the autograd metadata of a tensor equals the metadata of a new tensor, except for
+// requires_grad. Returns false for newer versions of PyTorch, whose AutogradMeta may have members
+// that this function does not check.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15
-  const auto grad_dtype_is_as_made = [](const auto& m) {  // from 2.10 on
+  const auto grad_dtype_is_as_made = [](const auto& m) {  // these members exist from 2.10 on
     if constexpr (requires { m.grad_dtype_, m.allow_grad_dtype_mismatch_; }) {
       return !m.grad_dtype_.has_value() && !m.allow_grad_dtype_mismatch_;
     } else {

@@ -1,4 +1,5 @@
-// The part of compat.h for `x[index] = value`. Only one file needs it.
+// Code for `x[index] = value` that depends on the version of PyTorch. It is not in compat.h,
+// because only one file needs it.
 #pragma once
 
 #include <ATen/TensorIndexing.h>
@@ -11,8 +12,9 @@ template <class T>
 concept AsksForStorage = requires(const T& tensor) { allowsScalarIndexOnDevice(tensor, tensor); };
 }  // namespace indexing
 
-// Whether PyTorch compares the storage of `x` with the storage of a zero-dimensional value, in
-// order to leave the index on its device. For a pending tensor this comparison would start a flush.
-constexpr bool kSetItemAsksForStorage = indexing::AsksForStorage<at::Tensor>;  // from 2.15 on
+// Whether PyTorch compares the storage of `x` with the storage of a zero-dimensional value to
+// decide whether the index stays on its device. For a pending tensor this comparison would start a
+// flush.
+constexpr bool kSetItemAsksForStorage = indexing::AsksForStorage<at::Tensor>;  // true from 2.15
 
 }  // namespace autobatch::compat

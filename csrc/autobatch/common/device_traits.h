@@ -1,8 +1,9 @@
 // The properties of devices that the library depends on. Differences between accelerators are
-// described in this file only.
+// described only in this file.
 //
-// An accelerator that PyTorch supports works without an entry here, through ATen's kernels. Kernels
-// for regions on such an accelerator are registered in kernels/gather_device.h.
+// An accelerator that PyTorch supports needs no entry in this file, and its ops run in ATen's
+// kernels. Kernels that copy between memory regions can be registered for the accelerator
+// (kernels/gather_device.h).
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,15 +13,15 @@ namespace autobatch {
 
 struct DeviceTraits {
   // Loops of this library can access the memory directly, and reading a value is free. On other
-  // devices all work is done by kernels, and reading a value waits for all earlier launches.
+  // devices kernels do all work, and reading a value waits for all earlier launches.
   bool has_host_memory = false;
-  // A launch costs more than the computation of a small batch. So an additional launch costs more
+  // A launch costs more than the computation of a small batch, so an additional launch costs more
   // time than it can save.
   bool wants_few_launches = true;
-  // A tensor is fully described by its storage, sizes and strides. So a view can be made without
+  // A tensor is fully described by its storage, sizes and strides, so a view can be made without
   // the device's as_strided.
   bool has_plain_views = false;
-  // In the backward of extremes and medians, eager multiplies the gradient by a mask, so an
+  // In the backward of maximum, minimum and median, eager multiplies the gradient by a mask, so an
   // infinite gradient becomes NaN. If multiplies_by_masks is false, eager writes zeros instead
   // (evenly_distribute_backward, torch/csrc/autograd/FunctionsManual.cpp).
   bool multiplies_by_masks = false;
@@ -49,7 +50,7 @@ inline bool multiplies_by_masks(c10::Device device) {
   return traits_of(device.type()).multiplies_by_masks;
 }
 
-// Returns the device type of the accelerator; CUDA if there is no accelerator. A process has at
+// Returns the device type of the accelerator, or CUDA if there is no accelerator. A process has at
 // most one type of accelerator. DispatchContext's `autocast_cuda` is the autocast state of this
 // accelerator.
 c10::DeviceType accelerator();

@@ -6,7 +6,8 @@
 #include <cstddef>
 #include <new>
 
-// A sanitizer can detect every use of freed memory only if freed memory is not reused.
+// Under a sanitizer, freed memory is not reused, because the sanitizer then detects every use of
+// freed memory.
 #if defined(__SANITIZE_ADDRESS__)
 #define AUTOBATCH_KEEPS_MEMORY false
 #elif defined(__has_feature)
@@ -21,8 +22,8 @@
 namespace autobatch {
 
 // The free memory blocks of kSize bytes of one thread. A freed block is added to the list of the
-// thread that frees it. The list has no constructor, so no access has to check whether the list is
-// initialized.
+// thread that frees the block. The list needs no constructor call. So an access does not have to
+// check whether the list is initialized.
 template <size_t kSize>
 class FreeList {
  public:
@@ -50,8 +51,8 @@ class FreeList {
     Block* next;
   };
 
-  // Frees the blocks when the thread ends. Blocks that are released after that are passed to
-  // operator delete.
+  // Frees the blocks when the thread ends. Blocks that are freed later are passed to operator
+  // delete.
   struct Closer {
     ~Closer() {
       FreeList& list = of_this_thread();

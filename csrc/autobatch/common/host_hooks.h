@@ -21,8 +21,8 @@ struct Place {
 AUTOBATCH_INTERNAL void set_place_provider(std::function<Place()> provider);
 Place current_place();
 AUTOBATCH_INTERNAL std::string current_site();
-// Sets the function that describes the call stack around current_site(). The text has the host's
-// format.
+// Sets the function that describes the call stack around current_site(). The host chooses the
+// format of the description.
 AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
 std::string current_caller();
 // While a guard exists, current_site() returns `site`. An empty `site` has no effect.

@@ -33,9 +33,9 @@ class NoDispatchModeGuard {
   std::optional<Modes> modes_;
 };
 
-// While a guard exists, ops of this thread run as in a flush. The ops are not captured, autograd
-// does not record them, and they do not reach the program's modes. The results are not inference
-// tensors.
+// While a guard exists, ops of this thread run like the ops of a flush. The ops are not captured,
+// autograd does not record them, and they do not reach the program's modes. The results are not
+// inference tensors.
 class PlainStateGuard {
   const NoDispatchModeGuard no_modes_;
   const c10::impl::ExcludeDispatchKeyGuard no_capture_{compat::kDeferKey};

@@ -21,10 +21,10 @@ namespace {
 constexpr size_t kSmallest = size_t{1} << 14;  // malloc itself caches smaller blocks
 constexpr size_t kLargest = size_t{1} << 30;
 constexpr size_t kMostKept = size_t{1} << 28;
-constexpr size_t kHeader = c10::gAlignment;  // bytes before each block, which hold its size class
-constexpr size_t kClasses = 8;  // per doubling of the size: at most an eighth of a block is unused
-constexpr size_t kLarger = 4;   // how many classes larger than requested a block may be
-constexpr int kTrimEvery = 16;  // flushes
+constexpr size_t kHeader = c10::gAlignment;  // size of the header, which holds the size class
+constexpr size_t kClasses = 8;  // size classes per power of two; at most 1/8 of a block is unused
+constexpr size_t kLarger = 4;   // a block may be this many classes larger than requested
+constexpr int kTrimEvery = 16;  // number of flushes
 
 size_t class_of(size_t bytes) {
   const auto log = static_cast<size_t>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes
@@ -58,8 +58,8 @@ class Pool {
     if (is_tensor) c10::profiledCPUMemoryReporter().Delete(block);
     const size_t size_class = *static_cast<size_t*>(block);
     const size_t bytes = class_bytes(size_class);
-    // The block is freed instead if another thread holds the mutex now, or held it when the process
-    // was forked.
+    // The block is freed if the mutex is not available. Another thread may hold the mutex, or a
+    // thread may have held it when the process was forked.
     if (const std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
       if (kept_ + bytes <= kMostKept) {
         free_[size_class].push_back(block);
@@ -111,7 +111,7 @@ class Pool {
   void* allocate(size_t bytes) {
     try {
       return c10::alloc_cpu(bytes);
-    } catch (const std::exception&) {  // out of memory: the pool may hold enough
+    } catch (const std::exception&) {  // out of memory: tries again without the kept blocks
       clear();
       return c10::alloc_cpu(bytes);
     }
@@ -131,7 +131,7 @@ class Pool {
   std::mutex mutex_;
   std::array<std::vector<void*>, kClasses * 32> free_;  // blocks by class
   size_t kept_ = 0;                                     // bytes
-  size_t least_kept_ = 0;  // least value of kept_ since the last trim: bytes that were not needed
+  size_t least_kept_ = 0;  // least value of kept_ since the last trim: these bytes were not needed
   int flushes_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// A memory pool for the buffers of flushes and of backward. The memory is kept from one flush to
-// the next.
+// A memory pool for the buffers of flushes and of backward. The pool keeps its memory from one
+// flush to the next.
 //
 // Each training step allocates the same tens of megabytes. Without a pool, memory is returned to
 // the system after each step, and the next step has a page fault for each page. At a page fault the
@@ -26,8 +26,7 @@ at::Tensor pooled_zeros(int64_t numel, const at::TensorOptions& options);
 // Whether the tensor's memory belongs to the pool.
 bool is_pooled(const at::Tensor& tensor);
 
-// Returns memory that no recent flush has needed to the system. Must be called at the end of each
-// flush.
+// Frees the memory that recent flushes have not used. Must be called at the end of each flush.
 void trim_pool();
 
 // Returns the number of free bytes in the pool.

@@ -8,13 +8,13 @@
 
 namespace autobatch {
 
-// The memory is uninitialized. The call of give_back_memory must pass the `bytes` that were passed
-// to take_memory.
+// take_memory returns uninitialized memory. give_back_memory must get the same `bytes` as the call
+// of take_memory.
 void* take_memory(size_t bytes);
 void give_back_memory(void* memory, size_t bytes) noexcept;
 
-// An allocator for vectors in the pool's memory. The allocator is used for megabytes of data that
-// each batch() block allocates again.
+// An allocator for vectors in the pool's memory. It is used for megabytes of data that every
+// batch() block allocates.
 template <class T>
 struct PoolAllocator {
   using value_type = T;

@@ -1,5 +1,5 @@
-// Prefetches rows of memory that a loop does not read in the order of their addresses. The loop
-// prefetches each row a few iterations before it uses the row.
+// Prefetches rows of memory for a loop that does not read the rows in the order of their addresses.
+// The loop prefetches each row a few iterations before it uses the row.
 #pragma once
 
 #include <cstddef>

@@ -2,8 +2,8 @@
 // switches do not change results, except for rounding.
 //
 // The environment variable AUTOBATCH_DISABLE turns switches off when the library is loaded. The
-// value of the variable is a list, separated by commas, of names of switches. `passes`,
-// `fast_paths` and `all` stand for groups of switches.
+// value of the variable is a comma-separated list of names of switches. The names `passes`,
+// `fast_paths` and `all` select groups of switches.
 #pragma once
 
 #include "autobatch/export.h"

@@ -9,8 +9,8 @@
 namespace autobatch {
 namespace {
 
-// When kMaxKept graphs are stored, their bounds are computed and the graphs are freed. So the
-// memory of a long-lived scope with many flushes is limited.
+// When kMaxKept graphs are stored, their bounds are computed and the graphs are freed. This limits
+// the memory of a long-lived scope with many flushes.
 constexpr size_t kMaxKept = 16;
 
 // Maximum number of rows of a report. The maximum limits the memory of a long-lived scope.

@@ -1,6 +1,6 @@
 // Records the times of batches and the dependencies of nodes, so that a block can be plotted
-// (ScopeOptions::profile). A time is the number of nanoseconds since the block was opened, by a
-// steady clock.
+// (ScopeOptions::profile). A time is the number of nanoseconds since the block was opened, measured
+// by a steady clock.
 #pragma once
 
 #include <chrono>
@@ -22,8 +22,8 @@ struct TraceStage {
   int64_t start, end;
 };
 
-// One schedule. For each node, the schedule contains the number of its batch, counted from 0. For
-// each node, the schedule also contains the nodes whose results the node reads, without duplicates.
+// One schedule. It contains, for each node, the number of the node's batch (counted from 0) and the
+// nodes whose results the node reads, without duplicates.
 struct TraceSchedule {
   size_t num_batches = 0;
   std::vector<uint64_t> batch_of_node;
@@ -61,8 +61,8 @@ class Trace {
   std::vector<TraceFlush> flushes;
   std::vector<TraceStage> stages;
   std::vector<TraceBatch> batches;
-  // Both are indexed by node. The nodes and batches of a schedule are numbered after those of the
-  // previous schedule.
+  // The next two members are indexed by node. The nodes and batches of a schedule are numbered
+  // after those of the previous schedule.
   std::vector<uint64_t> batch_of_node;
   std::vector<std::vector<uint32_t>> inputs_of_node;
   bool is_cut = false;

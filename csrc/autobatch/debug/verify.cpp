@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-// Returns the largest difference that is accepted as rounding of this dtype. The difference is
+// Returns the largest difference that is accepted as rounding for this dtype. The difference is
 // relative to the largest magnitude of the result.
 double tolerance(at::ScalarType dtype) {
   switch (dtype) {
@@ -28,8 +28,8 @@ double tolerance(at::ScalarType dtype) {
   }
 }
 
-// Returns the largest difference of two elements, divided by the largest expected magnitude (or by
-// 1 if that is larger).
+// Returns the largest difference between corresponding elements, divided by the largest expected
+// magnitude (or by 1 if that is larger).
 double difference(const at::Tensor& value, const at::Tensor& expected) {
   if (value.numel() == 0) return 0;
   if (!value.is_floating_point() && !value.is_complex()) return value.equal(expected) ? 0 : 1;
@@ -58,7 +58,8 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
       rounding = std::max(rounding, found->second.tolerance);
       return found->second.tensor;
     }
-    // The eager run has no value for this view, because the viewed tensor was written to.
+    // The eager run has no value for this view, because the viewed tensor was written to. So the
+    // view is made from the eager value of the base.
     const auto base = expected_.find(value.base);
     known =
         known && base != expected_.end() &&
@@ -96,7 +97,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
   }
 }
 
-// Whether the op's results have any content.
+// Whether the op returns uninitialized memory.
 static bool is_uninitialized(const OpInfo& op) {
   return op.name.starts_with("aten::empty") || op.name.starts_with("aten::new_empty");
 }

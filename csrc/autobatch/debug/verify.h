@@ -14,8 +14,9 @@
 
 namespace autobatch {
 
-// Holds the eager value of every captured value. Gradients are not compared. Results of random ops,
-// and values that depend on random results, are not compared either.
+// Stores, for every captured value, the value that the op returns in eager mode. Gradients are not
+// compared. Results of random ops, and values that depend on random results, are not compared
+// either.
 class Verifier {
  public:
   // Runs the op on the eager values of its arguments. `results` are the captured values of its
@@ -32,7 +33,7 @@ class Verifier {
   struct Expected {
     at::Tensor tensor;
     std::string site;
-    double tolerance = 0;  // that of the least exact dtype among the values it is computed from
+    double tolerance = 0;  // tolerance of the least exact dtype among the values used to compute it
   };
   std::unordered_map<ValueId, Expected> expected_;
 };

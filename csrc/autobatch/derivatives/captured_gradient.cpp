@@ -42,8 +42,8 @@ class NoFlushGuard {
   NoFlushGuard& operator=(const NoFlushGuard&) = delete;
 };
 
-// Returns the nodes that the gradients of the roots pass through, in order of capture. Leaves out
-// the nodes whose results are before `first`. Calls `meet` once for each graph input that these
+// Returns the nodes that the gradients of the roots pass through, in order of capture. Omits the
+// nodes whose results are before `first`. Calls `meet` once for each graph input that these
 // gradients reach, with the value of the graph input. Returns nothing if `meet` returns false.
 template <class Meet>
 std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
@@ -107,8 +107,8 @@ class Derivation {
     }
     find_overwritten();
     if (!find_nodes(roots)) return false;
-    // Formulas read the values that the nodes read, not the values that are later written to the
-    // same memory.
+    // Formulas must read the values that the nodes read, and not values that were later written to
+    // the same memory.
     std::optional<Graph::RawGuard> raw;
     if (graph_.has_writes()) raw.emplace(graph_);
     const at::AutoGradMode grad_mode(options_.create_graph);
@@ -185,10 +185,11 @@ class Derivation {
 
   // --- the nodes between the outputs and the inputs ---
 
-  // Finds the nodes that the roots depend on, and among these the nodes that depend on an input
-  // (`leads_`). Returns false if autograd must run.
+  // Finds the nodes that the roots depend on. Adds the found nodes that depend on an input to
+  // `leads_`. Returns false if autograd must run.
   bool find_nodes(at::ArrayRef<ValueId> roots) {
-    // If all inputs are captured values, paths to inputs contain no values before the first input.
+    // If all inputs are captured values, no path to an input contains a value before the first
+    // input.
     ValueId first = by_edge_.empty() ? kNone : 0;
     for (const auto& entry : by_value_) first = std::min(first, first_result_beside(entry.first));
     auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
@@ -199,7 +200,8 @@ class Derivation {
     for (const NodeId id : nodes_) {
       const Node& node = tape().nodes[id];
       if (!is_understood(node)) return false;
-      // In eager, the gradient of one result passes through another one (Rule::ResultDependency).
+      // In eager, the gradient of one result passes through another result
+      // (Rule::ResultDependency).
       const uint32_t from = node.signature->rule->result_dependency().from;
       if (from != kNone && is_input(node.first_value + from)) return false;
       const auto operands = tape().operands_of(node);
@@ -213,8 +215,7 @@ class Derivation {
     return true;
   }
 
-  // Returns the first result of the node that computes the value, or the value itself if it is a
-  // view.
+  // Returns the first result of the node that computes the value. Returns a view unchanged.
   ValueId first_result_beside(ValueId id) const {
     const NodeId node = value(id).base == id ? value(id).node : kNone;
     return node == kNone ? id : tape().nodes[node].first_value;
@@ -369,7 +370,7 @@ class Derivation {
     const Value whole = value(node.first_value);
     const Geometry& g = *whole.geometry;
     if (g.overlapping || g.extent != g.numel) return false;
-    // Give the gradient the memory layout of the whole value.
+    // The gradient gets the memory layout of the whole value.
     std::vector<int64_t> order(g.sizes.size());
     std::iota(order.begin(), order.end(), 0);
     std::ranges::stable_sort(order, std::greater(), [&](int64_t d) { return g.strides[d]; });
@@ -411,7 +412,8 @@ class Derivation {
     const bool is_there = base.is_graph_input() ? tape().graph_inputs[base.index].data.defined()
                                                 : graph_.may_be_read(of.base);
     if (!is_there) return {};
-    // The instance's own data becomes a pending tensor, so that no product treats it as a weight.
+    // Data of the instance becomes a pending tensor. Otherwise a product could treat the data as a
+    // weight.
     if (of.is_graph_input() && of.base == id && !of.requires_grad) return make_pending(graph_, id);
     if (!options_.create_graph) {
       // If grad mode is off, eager's view of a tensor that requires grad is a leaf, which would not
@@ -434,8 +436,8 @@ class Derivation {
   Scope& scope_;
   Graph& graph_;
   const DeriveOptions& options_;
-  std::vector<std::pair<ValueId, size_t>> by_value_;  // pending inputs, with the input's index
-  std::vector<std::pair<Edge, size_t>> by_edge_;      // other inputs, with the input's index
+  std::vector<std::pair<ValueId, size_t>> by_value_;  // pending inputs and their indices
+  std::vector<std::pair<Edge, size_t>> by_edge_;      // other inputs and their indices
   std::vector<at::Tensor> found_;                     // by input
   std::unordered_set<ValueId> overwritten_;
   std::vector<NodeId> nodes_;
@@ -464,7 +466,7 @@ std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
   Derivation derivation(*scope, options);
   try {
     if (!derivation.run(outputs, gradients, inputs)) return std::nullopt;
-  } catch (const std::exception& error) {  // autograd runs instead, or raises its own error
+  } catch (const std::exception& error) {  // autograd then runs, and may raise its own error
     if (host_interrupts(error)) throw;
     return std::nullopt;
   }

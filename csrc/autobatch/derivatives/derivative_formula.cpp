@@ -41,13 +41,13 @@ void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor
   }
 }
 
-// Returns a sample tensor with the value's geometry, dtype and device, with its own memory.
-// `as_matrix`: the sample is nearly the identity, because the op fails for singular matrices.
+// Returns a sample tensor with the value's geometry, dtype and device, in new memory. `as_matrix`:
+// the sample is nearly the identity matrix, because the op fails for singular matrices.
 at::Tensor sample_of(const Value& value, bool as_matrix) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   const Geometry& g = *value.geometry;
-  // Zeros for integers, because 0 is always a valid index.
+  // Samples of integers are zeros, because 0 is always a valid index.
   const int fill = c10::isIntegralType(value.dtype, /*includeBool=*/true) ? 0 : 1;
   const at::Tensor sample = at::full({std::max<int64_t>(g.extent, 1)}, fill, value.options())
                                 .as_strided(g.sizes, g.strides, 0)
@@ -179,10 +179,10 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
     const c10::InferenceMode no_inference(false);
     const at::AutoGradMode grad_mode(true);
     formula = std::make_unique<const Formula>(trace(request));
-  } catch (const std::exception& error) {  // no formula: autograd runs instead
+  } catch (const std::exception& error) {  // there is no formula, so autograd runs
     if (host_interrupts(error)) throw;
   }
-  // With so many formulas, the same sizes probably do not occur again.
+  // If the table contains this many formulas, the same sizes probably do not occur again.
   if (entries_.size() >= kMostFormulas) entries_.clear();
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }
@@ -229,10 +229,11 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
   const auto arguments = torch::jit::last(*stack, op.num_arguments);
   const Action action = op.action_on(arguments);
   if (action == Action::kDecompose || (op.composite && !notes_composites_)) {
-    op.handle.redispatchBoxed(keys & kBelow, stack);  // the ops it calls are dispatched to run()
+    op.handle.redispatchBoxed(keys & kBelow, stack);  // the called ops are dispatched to run()
     return;
   }
-  // The forward of the op raises this error. The samples may be singular.
+  // The check is not recorded, because forward of the op makes the same check. It does not run
+  // here, because a sample may be singular.
   if (op.name == "aten::_linalg_check_errors") return torch::jit::drop(*stack, op.num_arguments);
   if (op.name == "aten::fill_.Scalar" && fills_new(arguments)) {
     return op.handle.redispatchBoxed(keys & kBelow, stack);
@@ -259,8 +260,9 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
   formula_.steps.push_back(std::move(step));
 }
 
-// Returns true if the call fills a tensor that a recorded call has made. The recorded call then
-// becomes one that makes a filled tensor. (In C++, `1 - x` is `empty_like(x).fill_(1).sub_(x)`.)
+// Returns true if the call fills a tensor that a recorded call has created. The recorded call is
+// then replaced by a call that creates a filled tensor. (In C++, `1 - x` is
+// `empty_like(x).fill_(1).sub_(x)`.)
 bool FormulaTrace::fills_new(at::ArrayRef<c10::IValue> arguments) {
   const uint32_t number = number_of(arguments[0].toTensor());
   for (Formula::Step& step : formula_.steps) {
@@ -305,8 +307,8 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
     stands_for_.push_back(number);
     if (!tensor.defined()) return;
     if (in_place) {
-      // The write would also change any other tensor with the same memory, so such tensors are
-      // rejected.
+      // The write would also change any other tensor with the same memory. If there is another
+      // tensor, the trace fails.
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {
         TORCH_CHECK(other.number >= formula_.num_inputs && other.tensor.is_same(tensor),

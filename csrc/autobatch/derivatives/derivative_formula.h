@@ -1,8 +1,8 @@
-// Represents the gradient of a captured op as a list of ops, which is autograd's own formula. To
-// find the formula, the op runs once on sample tensors of ones, and autograd's engine runs its
-// backward. FormulaTrace records each op that the engine calls. For other nodes of the signature,
-// the recorded ops are called with the tensors of the node. These calls are captured like any other
-// call (captured_gradient.h).
+// Represents the gradient of a captured op as a list of ops. This list is the formula that autograd
+// itself uses. To find the formula, the op runs once on sample tensors, and autograd's engine runs
+// its backward. FormulaTrace records each op that the engine calls. For other nodes of the
+// signature, the recorded ops are called with the tensors of the node. These calls are captured
+// like any other call (captured_gradient.h).
 //
 // If tracing meets an op that reads values or draws random numbers, there is no formula, because
 // the list of ops would depend on the values. Dropout has a formula, because its replay uses the
@@ -46,8 +46,8 @@ struct Formula {
   std::vector<uint32_t> gradients;  // by operand: number of its gradient, or kNone
   std::vector<uint8_t> reads;       // by number of an input: whether a step reads it
 
-  // Calls the steps. Returns a gradient for each operand. A gradient may be undefined. Inputs that
-  // no step reads may be undefined.
+  // Calls the steps. Returns a gradient for each operand. A gradient may be undefined. An input may
+  // be undefined if no step reads it.
   std::vector<at::Tensor> apply(at::ArrayRef<at::Tensor> inputs) const;
 };
 
@@ -67,7 +67,7 @@ struct FormulaRequest {
 // flush, which takes longer.
 class FormulaTable {
  public:
-  // Returns the cached formula, or traces it. Null if the op has no formula.
+  // Returns the cached formula, or traces it. Returns null if the op has no formula.
   const Formula* find(Scope& scope, const FormulaRequest& request);
 
  private:
@@ -95,8 +95,8 @@ class FormulaTrace {
   // Declares that `tensor`, a result of a recorded call, is equal to input number `input`. In the
   // formula, later calls then read the input instead of the tensor.
   void set_known(const at::Tensor& tensor, uint32_t input);
-  // From now on, records each composite op as one call. The ops that a composite op calls may
-  // depend on the strides of gradients, which differ from node to node.
+  // After this call, each composite op is recorded as one call. The ops that a composite op calls
+  // may depend on the strides of gradients, which differ from node to node.
   void note_composites() { notes_composites_ = true; }
   // Returns the number of the tensor, or kNone if this trace does not know the tensor.
   uint32_t number_of(const at::Tensor& tensor) const;

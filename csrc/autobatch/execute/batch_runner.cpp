@@ -32,7 +32,8 @@ class Executor {
         estimate_(options.estimate) {}
 
   Failures run() {
-    // Earlier batches are not moved: an open record has many batches, and parts of it run often.
+    // Earlier batches are not moved, because an open record has many batches, and parts of it run
+    // often.
     const auto first = record_.batches.begin() + static_cast<ptrdiff_t>(first_batch_);
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
@@ -49,12 +50,12 @@ class Executor {
         Trace* trace = record_.trace.get();
         const BatchTimer timer(trace, trace == nullptr ? TraceBatch{} : traced(batch, b));
         !failures_ ? run_timed(std::move(batch)) : run_survivors(batch);
-        if (failures_) continue;  // slabs stay: members may be tried again
+        if (failures_) continue;  // keeps the slabs, because members may run again
         for (uint32_t slab : record_.store.last_use[b]) {
           record_.store.slabs[slab] = at::Tensor();
         }
       }
-    } catch (...) {  // an interruption: nothing more is run
+    } catch (...) {  // an interruption: no more batches run
       failures_.add(std::current_exception());
     }
     if (failures_) drop_what_did_not_run();
@@ -98,7 +99,7 @@ class Executor {
     costs_->add(serial, members, std::chrono::steady_clock::now() - began);
   }
 
-  // Must be called before the batch runs: its operands may be freed afterwards.
+  // Must be called before the batch runs, because the run may free its operands.
   void add_to_estimate(BatchRecord& batch) {
     const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
     enter(batch.signature->context);
@@ -134,7 +135,7 @@ class Executor {
     }
   }
 
-  // Returns the failed node whose result `node` reads; kNone if there is none.
+  // Returns the failed node whose result `node` reads, or kNone if there is none.
   NodeId reads_failed(NodeId node) const {
     const Tape& tape = record_.tape;
     for (ValueId id : tape.operands_of(tape.nodes[node])) {
@@ -155,7 +156,7 @@ class Executor {
     } catch (const std::exception& error) {
       if (batch.count > 1 || batch.rule == &loop_rule() || host_interrupts(error)) throw;
       batch = part_of(batch, batch.first, 1);
-      batch.rule = &loop_rule();  // so that the error is eager's own
+      batch.rule = &loop_rule();  // so that the error is the same as in eager mode
       run_by_rule(batch);
     }
     count(batch);
@@ -203,8 +204,8 @@ class Executor {
     }
   }
 
-  // Removes the nodes that did not run from the record's order. Nodes of earlier parts stay, even
-  // if no batch contains them any more (Graph::compact).
+  // Removes the nodes that did not run from the record's order. Nodes of earlier parts are kept,
+  // even if Graph::compact has removed their batches.
   void drop_what_did_not_run() {
     const auto begin = record_.order.begin();
     std::vector<NodeId> order(begin, begin + static_cast<ptrdiff_t>(first_node_));
@@ -231,7 +232,7 @@ class Executor {
     const uint32_t end = batch.first + batch.count;
     uint32_t first = batch.first;
     // Members of one signature are consecutive. If the first and the last member have the same
-    // signature, all members have it.
+    // signature, all members have this signature.
     const bool one = signature_at(first) == signature_at(end - 1);
     for (uint32_t i = first + 1; i < end && !one; ++i) {
       if (signature_at(i) == signature_at(first)) continue;
@@ -248,7 +249,7 @@ class Executor {
   void count_one(const BatchRecord& batch, uint32_t first, uint32_t members) {
     const Signature& signature = *signature_at(first);
     // A batch of a single member ran as a loop, without a batching rule. The report still names the
-    // rule that would batch its signature.
+    // rule that would batch the signature.
     const Rule& rule = members == 1 ? *signature.rule : *batch.rule;
     SignatureReport* known = report_.find(signature.serial, rule.report_name());
     SignatureReport& row = known != nullptr ? *known : add_row(signature, rule, first);

@@ -1,9 +1,9 @@
-// Graph::compact: renumbers the waiting nodes and their values if most of the tape is not needed
-// any more. The time is proportional to the number of pending nodes. Therefore compaction runs only
-// when at least half of the nodes are finished.
+// Implements Graph::compact, which renumbers the waiting nodes and their values if most nodes of
+// the tape are finished. The time is proportional to the number of pending nodes. Therefore
+// compaction runs only when at least half of the nodes are finished.
 //
-// A result that was computed in an open record (incremental_flush.h) stays until nothing refers to
-// it any more.
+// A result that was computed in an open record (incremental_flush.h) is kept as long as something
+// refers to the result.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/execute/incremental_flush.h"
@@ -20,7 +20,7 @@ namespace autobatch {
 namespace {
 
 constexpr size_t kLeast = 4096;  // minimum number of finished nodes
-// If less than 1/kSparse of a slab is in use, the results in it move to a smaller slab.
+// If less than 1/kSparse of a slab is in use, its results are moved to a smaller slab.
 constexpr int64_t kSparse = 4;
 
 // Reduces the slabs of an open record to the results that are kept.
@@ -84,7 +84,7 @@ class SlabCompactor {
   Store& old_;
   Store new_;
   std::vector<uint32_t> numbers_;                      // by old slab
-  std::vector<int64_t> used_;                          // by new slab: elements that are kept
+  std::vector<int64_t> used_;                          // for each new slab: number of kept elements
   std::vector<std::pair<Allocation*, int64_t>> kept_;  // place and extent
 };
 
@@ -154,8 +154,8 @@ class Compactor {
     }
   }
 
-  // Marks the computed nodes with a result that something refers to. All results of such a node are
-  // kept, because their numbers must be consecutive.
+  // Marks the computed nodes that have a result to which something refers. All results of such a
+  // node are kept, because their numbers must be consecutive.
   void find_kept_results() {
     for (NodeId id : record_->order) {
       Node& node = old_.nodes[id];
@@ -196,7 +196,7 @@ class Compactor {
   void copy_node(Node node) {
     const auto operands = old_.operands_of(node);
     node.first_operand = static_cast<uint32_t>(new_.operands.size());
-    // The operands of a computed node may be gone.
+    // The operands of a computed node may have been removed.
     const bool reads = node.state == NodeState::kWaiting;
     for (ValueId operand : operands) {
       new_.operands.push_back(operand == kNone || !reads ? kNone : new_value_[operand]);
@@ -263,11 +263,11 @@ class Compactor {
 
   Graph& graph_;
   Tape& old_;
-  FlushRecord* record_;  // null: only waiting nodes are kept
+  FlushRecord* record_;  // null if only waiting nodes are kept
   Tape new_;
-  std::vector<uint8_t> kept_;         // by old value: Kept
+  std::vector<uint8_t> kept_;         // for each old value: Kept
   std::vector<ValueId> new_value_;    // by old value
-  std::vector<NodeId> nodes_before_;  // by old node: the number of new nodes before it
+  std::vector<NodeId> nodes_before_;  // for each old node: number of new nodes before it
 };
 
 void Graph::compact() {
@@ -276,7 +276,7 @@ void Graph::compact() {
     if (num_finished_ >= tape_.nodes.size() / 2) Compactor(*this).run();
     return;
   }
-  // Nodes that the last compaction kept may stay for long, so they are not counted.
+  // Nodes that the last compaction kept may be needed for a long time, so they are not counted.
   const size_t left = num_waiting() + progress_->kept;
   if (num_finished_ - progress_->kept < std::max(kLeast, 2 * left)) return;
   if (can_be_compacted(*open_record_)) Compactor(*this).run();

@@ -63,8 +63,8 @@ bool is_read(const Tape& tape, ValueId graph_input, const FlushGraph& graph) {
   return false;
 }
 
-// If the part is small, visits only the graph inputs that are operands of its nodes, some of them
-// more than once. If the part is large, visits all graph inputs.
+// If `graph` is small, calls `function` only for graph inputs that are operands of its nodes, and
+// for some of them more than once. If `graph` is large, calls `function` for all graph inputs.
 template <class Function>
 void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Function& function) {
   if (graph.size() > tape.graph_inputs.size() / 4) {
@@ -101,11 +101,11 @@ void check_memory(const Tape& tape, const FlushGraph& graph) {
   });
 }
 
-// The part of a tape that is to be run.
+// The part of a tape that a flush runs.
 struct Plan {
   at::ArrayRef<NodeId> nodes;
-  // Results that tensors refer to. Only nodes that one of these results depends on have to be
-  // computed. Null means that all nodes are needed.
+  // Results that tensors refer to. The flush runs only the nodes on which these results depend. If
+  // null, the flush runs all nodes.
   const std::vector<ValueId>* held = nullptr;
 };
 
@@ -125,8 +125,8 @@ TraceSchedule traced(const FlushGraph& graph, std::span<const BatchRecord> batch
   return schedule;
 }
 
-// Whether the report needs the depths of the flush's nodes (plan/chain_depth.h). False for the only
-// flush of a block, for slices, and for flushes that instances of a map wait for.
+// Whether the report needs the depths of the flush's nodes (plan/chain_depth.h). Returns false for
+// the only flush of a block, for slices, and for flushes that instances of a map wait for.
 bool may_be_early(const FlushOptions& options) {
   if (options.costs != nullptr || options.reason.ends_with(kOfMap)) return false;
   return options.report->is_open || options.report->num_flushes > 0;
@@ -160,13 +160,13 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   options.report->keep(record.tables);
   options.report->add_flush(
       {options.reason, std::move(site), graph.size(), 1, num_batches, current_caller()});
-  // A slice adds no input, because there are many slices, and each is only a part of a possible
-  // flush.
+  // A slice adds no input for the lower bound, because there are many slices, and each slice is
+  // only a part of a flush.
   if (options.costs == nullptr) options.report->add_bound_input(graph.take_bound_input());
 }
 
-// RAII guard: the flush runs in the thread state from before the scope, not in the state of the
-// code that reads a value.
+// RAII guard that restores the thread state from before the scope. The flush runs in this state,
+// and not in the state of the code that reads a value.
 class CleanState {
  public:
   explicit CleanState(const FlushOptions& options) : clean_state_(*options.clean) {
@@ -202,8 +202,8 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
   }
 }
 
-// Runs nodes for the targets and leaves them in the graph. If some nodes fail, the nodes that ran
-// stay computed.
+// Runs nodes for the targets and leaves them in the graph. If some nodes fail, the other nodes that
+// ran remain computed.
 Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                       const FlushOptions& options) {
   graph.forget_memories();
@@ -263,7 +263,7 @@ void verify(const FlushRecord& record, const FlushOptions& options, Failures& fa
   options.verifier->clear();
 }
 
-// Turns the held tensors into real ones. Returns the tensors of the split's exports.
+// Turns the held tensors into real tensors. Returns the tensors of the split's exports.
 std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, HeldTensors& held,
                                   const FlushOptions& options, Failures& failures) {
   try {
@@ -271,7 +271,7 @@ std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, He
     const TraceTimer timer(record->trace.get(), "materialize");
     std::vector<Computed> exported = held.materialize(record, failures);
     if (options.read_records != nullptr) options.read_records->add(record);
-    if (record->is_held.empty()) {  // else Recompute may still read them
+    if (record->is_held.empty()) {  // otherwise Recompute may read the slabs
       Store& store = record->store;
       for (const uint32_t slab : store.held) {
         if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
@@ -296,8 +296,8 @@ std::vector<NodeId> nodes_to_run(const Tape& tape) {
 
 // Runs `nodes`, which were chosen for the targets, and closes the open record. If there are neither
 // nodes nor targets, runs all pending nodes. Nodes that failed before run again, to find the
-// tensors that become lost. All computed nodes of the part leave the graph, including nodes of
-// earlier reads, and their tensors become real.
+// tensors that become lost. All computed nodes of the part are removed from the graph, including
+// nodes of earlier reads, and their tensors become real.
 void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> nodes,
                 const FlushOptions& options, Failures failures) {
   std::shared_ptr<void> nobody_dies = host_hold();
@@ -336,8 +336,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   std::rethrow_exception(failures.first().cause);
 }
 
-// Tries to compute the nodes and to leave them in the graph. Returns whether this succeeded. If it
-// did not, `failures` is set only if no node may run again.
+// Tries to compute the nodes and to leave them in the graph. Returns true on success. Otherwise
+// `failures` is set only if no node may run again.
 bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                 const FlushOptions& options, Failures& failures) {
   if (!stays_open(graph, targets, nodes, options.values_only)) return false;
@@ -387,7 +387,6 @@ void relieve_graph(Graph& graph, const FlushOptions& options) {
     const std::shared_ptr<void> nobody_dies = host_hold();
     graph.settle_orphans();
   }
-  // A complex view may be under construction (rules/complex_views.cpp), so no part of it is run.
   const std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
   if (options.verifier == nullptr && stays_open(graph, {}, nodes, true) &&
       !compute_part(graph, {}, nodes, options)) {

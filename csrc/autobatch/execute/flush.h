@@ -42,17 +42,17 @@ struct FlushOptions {
   bool values_only = false;  // the targets' tensors may stay pending (incremental_flush.h)
   ReadRecords* read_records = nullptr;    // the scope's (overwrites.h); may be null
   DeferredChecks* checks = nullptr;       // the assertions that wait for values; may be null
-  SliceCosts* costs = nullptr;            // only of a slice: receives the times of batches
+  SliceCosts* costs = nullptr;            // set only for a slice: receives the times of batches
   WeightCopies* weight_copies = nullptr;  // the scope's (packed_weights.h); may be null
-  EagerEstimate* estimate = nullptr;      // receives the estimate of eager's time; may be null
+  EagerEstimate* estimate = nullptr;      // receives the estimated eager time; may be null
 };
 
 // Schedules and runs the nodes that the targets need, together with nodes that fit into the same
-// batches (Graph::choose). Without targets, runs all nodes that live tensors depend on. Turns the
-// pending tensors into real ones. If a captured op fails, tensors that do not depend on it become
-// real, and the others become lost. After a failure, an error is raised with the op, its shapes and
-// the line of code that captured the op. If several ops failed, the error of the op that was
-// captured first is raised. Even after an error, none of the selected nodes is pending.
+// batches (Graph::choose). Without targets, runs all nodes that held tensors depend on. Turns the
+// pending tensors into real tensors. If a captured op fails, tensors that do not depend on this op
+// become real, and the other tensors become lost. After a failure, an error is raised with the op,
+// its shapes and the line of code that captured the op. If several ops failed, the error of the op
+// that was captured first is raised. Even after an error, none of the selected nodes is pending.
 void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
 // Runs about half of the pending nodes. Selects ready nodes that form the largest batches. The
@@ -61,9 +61,9 @@ void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptio
 void relieve_graph(Graph& graph, const FlushOptions& options);
 
 // Runs ready batches for about the time that `options.costs` allows. The other nodes stay pending.
-// Tensors stay pending too, unless the open record has to be closed (incremental_flush.h). Returns
-// false if nothing is ready. If a captured op fails, only tensors that depend on it become lost,
-// and the error is raised.
+// Tensors also stay pending, unless the open record has to be closed (incremental_flush.h). Returns
+// false if nothing is ready. If a captured op fails, only tensors that depend on this op become
+// lost, and the error is raised.
 bool run_slice(Graph& graph, const FlushOptions& options);
 
 }  // namespace autobatch

@@ -83,7 +83,7 @@ std::vector<NodeId> Graph::choose_slice(SliceCosts& costs) {
 }
 
 // Returns the signature with the most ready nodes among the signatures that have not had a turn in
-// this round; null if there is none.
+// this round, or null if there is none.
 const Signature* Graph::next_turn() {
   const Signature* next = nullptr;
   size_t most = 0;
@@ -157,8 +157,8 @@ void Graph::release_readers(NodeId id, std::vector<NodeId>& chosen) {
   }
 }
 
-// Handles a node that has become ready: chooses it if its signature runs in this read, else adds it
-// to the ready nodes of its signature.
+// Handles a node that has become ready. If the node's signature runs in this read, chooses the
+// node. Otherwise adds the node to the ready nodes of the signature.
 void Graph::note_ready(NodeId id, std::vector<NodeId>& chosen) {
   const Node& node = tape_.nodes[id];
   if (node.state != NodeState::kWaiting) return;
@@ -212,7 +212,8 @@ bool Graph::is_wanted(NodeId id) {
   return false;
 }
 
-// Drops the node if nothing needs it, and then the nodes that were needed only for it.
+// Drops the node if nothing needs it. Then also drops the nodes that were needed only for this
+// node.
 void Graph::forget_unless_wanted(NodeId first) {
   std::vector<NodeId>& stack = progress_->stack;
   stack.push_back(first);
@@ -236,7 +237,7 @@ void Graph::forget_unless_wanted(NodeId first) {
 void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all) {
   for (NodeId id : ran) tape_.nodes[id].state = NodeState::kComputed;
   num_computed_ += ran.size();
-  for (NodeId id : chosen) {  // nodes merged into others (fuse_sums.h) are gone
+  for (NodeId id : chosen) {  // nodes merged into other nodes (fuse_sums.h) have not run
     NodeState& state = tape_.nodes[id].state;
     if (all && state != NodeState::kComputed) state = NodeState::kGone;
     if (!tape_.nodes[id].is_to_run()) ++num_finished_;
@@ -299,7 +300,7 @@ bool Graph::may_be_read(ValueId base) {
   const uint32_t slab = store.places[base].slab;
   if (slab == kNone || !store.slabs[slab].defined()) return false;
   uint32_t& uses = tape_.values[base].uses;
-  if (uses == kReleased) {  // the slab exists for other results or a backward
+  if (uses == kReleased) {  // the slab was kept for other results or for backward
     uses = kNone;
     ++store.holders[slab];
   }

@@ -9,7 +9,8 @@ namespace {
 
 // Maximum number of nodes in an open record. The record grows with each read, and any reference to
 // a part of it keeps the whole record alive. A record above this maximum is closed if it cannot be
-// compacted and has more nodes than are pending. After that, unreachable parts can be freed.
+// compacted and contains more nodes than are pending in the graph. After that, unreachable parts
+// can be freed.
 constexpr size_t kMostNodes = size_t{1} << 16;
 
 bool is_too_large(const Graph& graph, size_t nodes) {

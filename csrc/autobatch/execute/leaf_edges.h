@@ -1,4 +1,4 @@
-// Tensors that become leaves when they become real.
+// Handles tensors that become autograd leaves when they become real.
 #pragma once
 
 #include "autobatch/graph/pending_tensor.h"
@@ -10,14 +10,15 @@
 
 namespace autobatch {
 
-// Whether the tensor has an autograd history, or ops of the flush differentiate its value. A tensor
-// that was made a leaf (`requires_grad=True` on a captured factory), and that no op uses, has none.
+// Whether the tensor has an autograd history, or ops of the flush differentiate its value. Returns
+// false for a tensor that was made a leaf (`requires_grad=True` on a captured factory) and that no
+// op uses.
 bool is_recorded(const FlushRecord& record, const PendingTensor& tensor);
 // Whether the tensor becomes a leaf, although ops of the flush differentiate its value
 // (capture/new_leaves.h).
 bool is_new_leaf(const FlushRecord& record, const PendingTensor& tensor);
-// Returns, for each recorded tensor among `computed`, the edge to the AccumulateGrad of a new leaf.
-// The edge is invalid for other tensors.
+// Returns one edge for each recorded tensor in `computed`. For a new leaf, this is the edge to the
+// leaf's AccumulateGrad. For other tensors, the edge is invalid.
 std::vector<torch::autograd::Edge> leaf_edges(const FlushRecord& record,
                                               const std::vector<PendingTensor*>& computed);
 

@@ -24,8 +24,9 @@
 namespace autobatch {
 namespace {
 
-// If `base` shares the memory of another value, returns this value. Returns kNone if the memory of
-// the other value is released: no tensor referred to the value when its last reader had run.
+// If `base` shares the memory of another value, returns the other value. Returns kNone if the
+// memory of the other value has been released, because no tensor referred to this value after its
+// last reader had run.
 ValueId shared_value(const FlushRecord& record, ValueId base) {
   const ValueId other = reinterpreted_value(record.tape, base);
   if (other == kNone) return kNone;
@@ -36,15 +37,15 @@ ValueId shared_value(const FlushRecord& record, ValueId base) {
   return exists || shared_value(record, owner) != kNone ? other : kNone;
 }
 
-// Copies of whole results, outside their slabs. An in-place write to a tensor must not change other
-// members of the batch or values kept for backward. Saving the tensor must not write the whole
-// slab. On a device the copies are made by `finish`, in one call for each dtype and device.
+// Makes copies of whole results outside their slabs. Without a copy, an in-place write to a tensor
+// would change other members of the batch or values kept for backward, and torch.save would write
+// the whole slab. On a device, `finish` makes the copies, in one call for each dtype and device.
 class OwnCopies {
  public:
   explicit OwnCopies(const FlushRecord& record) : record_(record) {}
 
-  // Returns the copy of the result `base`, the same tensor at each call. Returns the memory of a
-  // graph input itself.
+  // Returns the copy of the result `base`. Each call returns the same tensor. For a graph input,
+  // returns the memory of the graph input itself.
   const at::Tensor& of(ValueId base) {
     const Value& value = record_.tape.values[base];
     if (value.is_graph_input()) return record_.tape.graph_inputs[value.index].data;
@@ -72,7 +73,7 @@ class OwnCopies {
   const std::unordered_map<ValueId, at::Tensor>& all() const { return copies_; }
 
  private:
-  // Returns the version counter of the tensors on the memory.
+  // Returns the version counter of the tensors that use the memory of `base`.
   const c10::VariableVersion& counter_of(ValueId base) {
     const Value& value = record_.tape.values[base];
     if (value.is_graph_input() && record_.tape.graph_inputs[value.index].counted) {
@@ -81,7 +82,7 @@ class OwnCopies {
     return of(base).unsafeGetTensorImpl()->version_counter();
   }
 
-  // Returns a tensor for the result `base` over the memory of the value that it reinterprets.
+  // Returns a tensor for the result `base` over the memory of `other`, which `base` reinterprets.
   at::Tensor alias(ValueId base, ValueId other) {
     const Value& value = record_.tape.values[base];
     const Value& from = record_.tape.values[other];
@@ -123,11 +124,11 @@ class OwnCopies {
   std::vector<ValueId> waiting_;
 };
 
-// Registers `tensor` with autograd as a view of `root`, whose memory it shares. In eager a view
-// refers to its base, so that an in-place write to the view becomes part of the base's history.
-// `root` may itself be a view, even of a base with another dtype (`z.imag`). Only the view function
-// of `root` can make such a view again.
-// `of_function`: whether a custom autograd.Function returned the view.
+// Registers `tensor` with autograd as a view of `root`, whose memory it shares. In eager mode a
+// view refers to its base, so that an in-place write to the view becomes part of the base's
+// history. `root` may itself be a view, even of a base with another dtype (`z.imag`). Only the view
+// function of `root` can make such a view again. `of_function`: whether a custom autograd.Function
+// returned the view.
 void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind, bool of_function) {
   using torch::autograd::CreationMeta;
   using torch::autograd::DifferentiableViewMeta;
@@ -155,8 +156,8 @@ void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind, 
   impl->set_autograd_meta(std::move(meta));
 }
 
-// Returns a tensor with the memory of `view` that requires grad: the base of a view made under
-// no_grad() whose own base the user has dropped.
+// Returns a tensor that requires grad and has the memory of `view`. This tensor becomes the base of
+// a view that was made under no_grad(), if the user has dropped the original base.
 at::Tensor leaf_base_of(const at::Tensor& view) {
   at::Tensor base = at::Tensor(view.unsafeGetTensorImpl()->shallow_copy_and_detach(
       view.unsafeGetTensorImpl()->version_counter(), /*allow_tensor_metadata_change=*/true));
@@ -168,34 +169,34 @@ bool was_computed(const FlushRecord& record, const std::vector<uint8_t>& ran, Va
   return value.is_graph_input() || ran[value.node];
 }
 
-// Whether the base is a view of an argument that a custom autograd.Function returned.
+// Whether a custom autograd.Function returned `base` as a view of one of its arguments.
 bool is_of_function(const Tape& tape, const Value& base) {
   if (base.is_graph_input()) return false;
   const OpInfo* op = tape.nodes[base.node].signature->op;
   return op != nullptr && op->reinterprets && op->is_function;
 }
 
-// Returns the value whose tensor is the base of the view `id`, also if the view reads the memory of
-// the base in another way.
+// Returns the value whose tensor is the base of the view `id`, even if the view reinterprets the
+// memory of the base (shared_memory.h).
 ValueId shared_root_of(const FlushRecord& record, ValueId id) {
   const Tape& tape = record.tape;
   for (;;) {
     id = root_of(tape, id);
     const ValueId other = tape.values[id].base == id ? shared_value(record, id) : kNone;
     if (other == kNone) return id;
-    // The operand of a custom function is its result, detached.
+    // The operand of a custom function's node is the detached result of the function's forward.
     id = is_of_function(tape, tape.values[id]) ? tape.values[other].parent : other;
   }
 }
 
-// The base tensors (roots) with which views share their history, by value. If the user does not
-// hold a root, a hidden tensor is made for it, because eager keeps the base alive. A root with only
-// a single view gets a hidden tensor only if the root has a history.
+// Finds the base tensors (roots) with which views share their autograd history. If the user does
+// not hold a root, a hidden tensor is made for it, because eager mode keeps the base alive. A root
+// with only a single view gets a hidden tensor only if the root has a history.
 class Roots {
   using Edge = torch::autograd::Edge;
 
  public:
-  // `computed` must be in the order of the values, so that a view comes before views of it.
+  // `computed` must be in the order of the values, so that a view comes before its own views.
   Roots(const FlushRecord& record, const std::vector<PendingTensor*>& computed) : record_(record) {
     size_t held = 0;
     for (const PendingTensor* tensor : computed) {
@@ -218,7 +219,7 @@ class Roots {
 
   const std::vector<HiddenRoot>& hidden() const { return hidden_; }
 
-  // Returns the root of the view `id`, or an undefined tensor if none is needed.
+  // Returns the root of the view `id`, or an undefined tensor if no root is needed.
   at::Tensor find(ValueId id, OwnCopies& memory, const std::vector<Edge>& edges) {
     const ValueId root = shared_root_of(record_, id);
     if (root == id) return {};
@@ -234,7 +235,7 @@ class Roots {
     const bool has_history = hidden != index_.end() && hidden->second != kNoHistory;
     if (!has_history && several_.count(root) == 0) {
       if (record_.tape.values[id].kind != ViewKind::kOneOfSeveral) return {};
-      // Eager reads only the name (for an error) and requires_grad of this base.
+      // Eager mode reads only the name (for an error) and requires_grad of this base.
       const at::Tensor& own = memory.of(record_.tape.values[id].base);
       const at::Tensor name = detached_alias(own);
       name.unsafeGetTensorImpl()->set_version_counter(own.unsafeGetTensorImpl()->version_counter());
@@ -262,7 +263,7 @@ class Roots {
   std::unordered_map<ValueId, at::Tensor> made_;
 };
 
-// Turns the tensors of computed values into real ones. `edges`: gradient edges of the recorded
+// Turns the tensors of computed values into real tensors. `edges`: gradient edges of the recorded
 // tensors (is_recorded), in the order of these tensors. `differentiable`: whether any part of the
 // record may be differentiated.
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
@@ -288,7 +289,8 @@ void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& compute
       note_alias(handle);
     }
     const bool is_leaf = handle.requires_grad() && !recorded;
-    // A leaf is a view only if it was made under no_grad(). It then requires grad as its base does.
+    // A leaf is a view only if it was made under no_grad(). Such a view requires grad only if its
+    // base requires grad.
     if (!handle.is_inference() && (!is_leaf || value.kind == ViewKind::kNoGrad)) {
       at::Tensor root = roots.find(id, memory, edges);
       if (is_leaf && !(root.defined() && root.requires_grad())) root = leaf_base_of(handle);
@@ -430,7 +432,7 @@ std::vector<Computed> HeldTensors::materialize(const std::shared_ptr<FlushRecord
   give_memory(*record, computed, roots, edges, !record->held.empty());
   function_results_.clear();
   // Releases the user's tensors. After a later in-place write, such a tensor may depend on this
-  // record. A reference from the record to the tensor would then be a reference cycle.
+  // record. A reference from the record to the tensor would then form a reference cycle.
   for (GraphInput& graph_input : record->tape.graph_inputs) graph_input.tensor = at::Tensor();
   tensors_.clear();
   return take_exports();

@@ -21,8 +21,8 @@ class Failures {
   // Whether the flush failed as a whole (for example, by an interruption), so that no more nodes
   // may run.
   bool stops() const { return stops_; }
-  // The failure that is raised to the user. If several nodes failed, it is the failure of the node
-  // that was captured first.
+  // The failure that is raised in the user's code. If several nodes failed, this is the failure of
+  // the node that was captured first.
   const OpFailure& first() const { return first_; }
   const OpFailure& of(NodeId node) const;
   bool concerns(NodeId node) const { return nodes_.count(node) != 0; }
@@ -45,23 +45,23 @@ class Failures {
 // The pending tensors that are still referenced, kept alive for the duration of a flush.
 class HeldTensors {
  public:
-  // Holds the tensors of `part`. Makes a tensor for each export that has none. `computed` has the
-  // values of the nodes of `part` that are computed.
+  // Holds the tensors of `part`. Makes a tensor for each export without a tensor. `computed`
+  // contains the values of the nodes of `part` that have already been computed.
   HeldTensors(Graph& graph, Split& part, const Store& computed);
 
   bool empty() const { return tensors_.empty(); }
   // Returns the results of the tape that the tensors represent or are views of, possibly with
   // duplicates.
   std::vector<ValueId> results(const Tape& tape) const;
-  // Releases tensors that have no other reference any more. The caller must hold the host's lock
+  // Releases tensors that have no other reference. The caller must hold the host's lock
   // (host_hold).
   void let_go(Tape& tape);
-  // Gives each tensor its own storage and its gradient edge. As in eager, the held views of a
+  // Gives each tensor its own storage and its gradient edge. As in eager mode, the held views of a
   // tensor share its storage. Tensors that were not computed because of `failures` become lost.
   // Returns the tensors of the exports, or the reasons why they were lost.
   std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record,
                                     const Failures& failures);
-  // To be called after materialize has failed: marks the tensors that are still pending as lost.
+  // Must be called after materialize has failed. Marks the tensors that are still pending as lost.
   // Returns the tensors of the exports, or the reasons why they were lost.
   std::vector<Computed> lose_rest(const OpFailure& failure);
 
@@ -70,10 +70,10 @@ class HeldTensors {
 
   std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
-  std::vector<c10::intrusive_ptr<PendingTensor>> function_results_;  // that the program dropped
+  std::vector<c10::intrusive_ptr<PendingTensor>> function_results_;  // dropped by user code
 };
 
-// Turns the tensors of computed results, and of views of them, into real ones. Neither the results
+// Turns the tensors of computed results and of their views into real tensors. Neither the results
 // nor their views may have gradients. The record stays open.
 void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases);
 

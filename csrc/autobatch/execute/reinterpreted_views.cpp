@@ -13,9 +13,8 @@ namespace {
 
 int64_t reals_of(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
 
-// Returns a tensor that contains `numel` real numbers of the tensor's storage, the first at
-// `begin`. Offsets in the result count from the start of the storage. The function is
-// differentiable.
+// Returns a tensor that contains `numel` real numbers of the tensor's storage, starting at `begin`.
+// Offsets in the result count from the start of the storage. The function is differentiable.
 at::Tensor to_dtype(const at::Tensor& tensor, bool complex, int64_t begin, int64_t numel) {
   if (tensor.is_complex() == complex) return tensor;
   if (complex) return at::view_as_complex(tensor.as_strided({numel / 2, 2}, {2, 1}, begin));
@@ -30,7 +29,8 @@ class ReinterpretingViewFunction final : public torch::autograd::ViewFunc {
         strides_(view.strides()),
         reals_(reals_of(view)),
         conjugate_(view.is_conj() != base.is_conj()) {
-    // A gradient does not begin where the base begins in its storage, so the offset is relative.
+    // The offset is relative to the start of the base, because a gradient may have another storage
+    // offset.
     offset_ = view.storage_offset() * reals_ - base.storage_offset() * reals_of(base);
     int64_t last = 0;
     for (size_t d = 0; d < sizes_.size(); ++d) last += (sizes_[d] - 1) * strides_[d];
@@ -38,7 +38,7 @@ class ReinterpretingViewFunction final : public torch::autograd::ViewFunc {
   }
 
   at::Tensor operator()(const at::Tensor& base) const override {
-    // Autograd calls the function for a tensor that is used in a block.
+    // Autograd may call the function in a block, and these calls must not be captured.
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
     const int64_t begin = base.storage_offset() * reals_of(base) + offset_;
     const at::Tensor memory = to_dtype(base, reals_ == 2, begin, numel_);

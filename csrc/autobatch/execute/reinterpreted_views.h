@@ -16,12 +16,12 @@ struct Reading {
 };
 
 // Returns a dense tensor [numel] over the memory of `memory`. The tensor begins `offset` elements
-// of `memory` after the start of `memory`. It has no history.
+// of `memory` after the start of `memory`. The tensor has no autograd history.
 at::Tensor reinterpreted(const at::Tensor& memory, const Reading& reading, int64_t offset,
                          int64_t numel);
 
-// Returns the function that makes `view` of its base again, for autograd. Returns null if autograd
-// needs none, because both tensors read their storage in the same way.
+// Returns the function with which autograd makes `view` from its base again. Returns null if
+// autograd needs no such function, because both tensors interpret their storage in the same way.
 std::unique_ptr<torch::autograd::ViewFunc> make_view_function(const at::Tensor& base,
                                                               const at::Tensor& view);
 

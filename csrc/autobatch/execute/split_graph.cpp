@@ -79,8 +79,9 @@ class Splitter {
     std::sort(values_.begin(), values_.end());
   }
 
-  // Adds the value and the values that it is a view of. If one of them is a view of a graph input
-  // and has a tensor, it becomes a target, so that its gradient passes through the tensor.
+  // Adds the value and the values that it is a view of. If one of these values is a view of a graph
+  // input and has a tensor, the value becomes a target, so that its gradient passes through the
+  // tensor.
   void add(ValueId id) {
     while (id != kNone && part_value_.emplace(id, kNone).second) {
       values_.push_back(id);
@@ -108,7 +109,7 @@ class Splitter {
   }
 
   // If a target has overlapping elements, adds the views of that target. If these views stayed in
-  // the rest, it would be unknown which elements of the target they contain.
+  // the rest, nothing would show which elements of the target the views contain.
   void add_views_of_shared() {
     const auto is_of_shared_target = [&](ValueId id) {
       for (ValueId of = tape_.values[id].parent; of != kNone; of = tape_.values[of].parent) {
@@ -124,7 +125,7 @@ class Splitter {
   }
 
   // If a target is one of several pieces that one call made of a graph input, adds the other
-  // pieces. To autograd, all pieces are results of one node.
+  // pieces. For autograd, all pieces are results of one node.
   void add_siblings() {
     std::set<std::pair<ValueId, uint16_t>> calls;
     const auto call_of = [&](ValueId id) {
@@ -201,8 +202,8 @@ class Splitter {
 
   // --- the rest ---
 
-  // Finds the values of the part that the rest reads or has tensors of. The rest needs a
-  // replacement for each of these values.
+  // Finds the values of the part that the rest reads, or whose tensors are in the rest. The rest
+  // needs a replacement for each of these values.
   void find_moved() {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -246,8 +247,7 @@ class Splitter {
 
   // Whether the value becomes a graph input of the rest. The value must be a result of the part, or
   // a view in the part whose tensor the user holds, so that the gradient passes through this
-  // tensor. If a value is blurred (is_blurred), the rest reads the value that it is a view of
-  // instead.
+  // tensor. If a value is blurred (is_blurred), the rest reads a parent of the value instead.
   bool is_export(ValueId id) {
     const Value& value = tape_.values[id];
     if (value.geometry->overlapping && is_blurred(id)) return false;
@@ -450,7 +450,7 @@ class Splitter {
   }
 
   Graph& graph_;
-  Tape& tape_;  // of the whole graph; after the split, of the rest
+  Tape& tape_;  // tape of the whole graph; after the split, tape of the rest
   std::vector<NodeId> part_;
   SignatureTable& signatures_;
   Split split_;
@@ -458,7 +458,7 @@ class Splitter {
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
   std::vector<ValueId> moved_;             // moved to graph inputs of the rest or to views of them
-  ska::flat_hash_map<ValueId, ValueId> root_;  // by moved value: its graph input in the rest
+  ska::flat_hash_map<ValueId, ValueId> root_;  // for each moved value: its graph input in the rest
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
   std::unordered_set<ValueId> asked_, blurred_;
 };

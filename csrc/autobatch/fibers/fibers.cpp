@@ -26,8 +26,8 @@ namespace {
 thread_local Fiber* current_fiber = nullptr;
 thread_local uint64_t fibers_made = 0;
 
-// Whether a thread of this process is in forward-mode AD. A process has only one level of
-// forward-mode AD.
+// Whether any thread of this process uses forward-mode AD. The level of forward-mode AD is global
+// to the process.
 bool is_in_forward_ad() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
 
 bool has_saved_hooks() {
@@ -35,7 +35,7 @@ bool has_saved_hooks() {
   return !hooks.stack.empty() || hooks.disabled_error_message.has_value();
 }
 
-// The function is a template, because some members of `State` do not exist in every version of
+// This function is a template, because some members of `State` exist only in some versions of
 // PyTorch.
 template <class State>
 bool is_equal(const State& a, const State& b) {
@@ -131,7 +131,7 @@ Fiber* Fiber::suspendable() {
   if (fiber->num_pins_ > 0) return nullptr;
   if (Scope::is_flushing()) return nullptr;
   if (torch::autograd::get_current_graph_task_id() != -1) return nullptr;
-  if (CellTrace::current() != nullptr) return nullptr;  // it would record ops of other fibers
+  if (CellTrace::current() != nullptr) return nullptr;  // the trace would record other fibers' ops
   if (c10::impl::dispatch_mode_enabled() || torch::jit::tracer::isTracing() ||
       c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
       !at::functorch::getDynamicLayerStack().empty()) {
@@ -218,8 +218,8 @@ void FiberPool::run() {
   } catch (...) {
     failure = std::current_exception();
   }
-  // end_from() must not be called inside the `catch` block: it runs fibers, and each fiber has a
-  // separate list of handled exceptions.
+  // end_from() must not be called inside the `catch` block, because end_from() runs fibers, and
+  // each fiber has a separate list of handled exceptions.
   end_from(0);
   if (failure) std::rethrow_exception(failure);
 }
@@ -273,8 +273,8 @@ Fiber* FiberPool::next_served() {
   return nullptr;
 }
 
-// Called when every fiber waits. Computes the values that fibers wait for. If no fiber waits for
-// values, the host serves all fibers.
+// Called when every fiber waits. Computes the values that fibers wait for. If no fiber waits for a
+// value, calls serve_host().
 void FiberPool::serve() {
   if (resume_after_ends()) return;
   std::vector<Fiber*> waiting;
@@ -285,8 +285,8 @@ void FiberPool::serve() {
   if (!waiting.empty()) {
     serve_values(waiting);
   } else {
-    // The host is called only if no fiber waits for values. So the host can serve the largest
-    // number of fibers together.
+    // The host is called only if no fiber waits for values. So the host can serve as many fibers as
+    // possible together.
     for (const auto& fiber : fibers_) {
       if (fiber->state_ == Fiber::State::kWaitsForHost) waiting.push_back(fiber.get());
     }
@@ -349,7 +349,7 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
   bool interrupted = false;
   try {
     // If this pool runs inside an outer fiber, the outer fiber may wait instead of flushing here.
-    // Then the outer fiber reports the line of user code.
+    // In this case the outer fiber reports the line of user code.
     std::optional<SiteGuard> site;
     if (outer_ == nullptr) site.emplace(site_);
     site_.clear();
@@ -359,8 +359,8 @@ void FiberPool::serve_values(at::ArrayRef<Fiber*> waiting) {
     failure = std::current_exception();
     interrupted = host_interrupts(error);
   }
-  // A failed check may also belong to the code that runs this pool. The code that runs this pool
-  // must then get the error.
+  // A failed check may also belong to the code that runs this pool. In this case, that code must
+  // get the error.
   const uint64_t runs = outer_ == nullptr ? 0 : outer_->number();
   if (interrupted || (failure && scope_.checks().has_failed(runs))) {
     std::rethrow_exception(failure);

@@ -2,9 +2,9 @@
 // is suspended, and the next fiber runs. When all fibers wait, one flush computes the values that
 // the fibers need.
 //
-// The host implements the stack switches (by Python's greenlets or Boost.Context) in classes
-// derived from Fiber and FiberPool. Fiber and FiberPool decide when a fiber is suspended and which
-// values are computed. Both classes also switch the thread-local state.
+// The host (host_hooks.h) implements the stack switches in classes derived from Fiber and
+// FiberPool, by Python's greenlets or by Boost.Context. Fiber and FiberPool decide when a fiber is
+// suspended and which values are computed. Both classes also switch the thread-local state.
 #pragma once
 
 #include "autobatch/export.h"
@@ -103,11 +103,11 @@ class Fiber {
   // Scope::compute. Returns false if the fiber could not be suspended.
   bool wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
   // Suspends this fiber until the fiber with this number has ended. Meanwhile, no later fiber of
-  // the pool runs. Returns false, without waiting, unless the number belongs to an earlier fiber of
-  // the same pool that has not ended.
+  // the pool runs. The number must belong to an earlier fiber of the same pool that is still live.
+  // Otherwise returns false without waiting.
   bool wait_for_end(uint64_t number);
-  // Suspends this fiber until the first earlier fiber of the pool that has not ended has ended.
-  // Returns false, without waiting, if all earlier fibers have ended.
+  // Finds the first earlier fiber of the pool that is still live, and suspends this fiber until
+  // that fiber ends. Returns false, without waiting, if all earlier fibers have ended.
   bool wait_for_earlier();
   // Returns the number of the first earlier fiber of the pool that waits for a tensor for which
   // `is_awaited` returns true. Returns 0 if there is none.
@@ -130,8 +130,8 @@ class Fiber {
   }
   // Returns the cause of the first call of keep_turn, or an empty string.
   const std::string& turn_kept_by() const { return turn_kept_by_; }
-  // While a Pin exists, `suspendable` returns null. For code that keeps addresses of its stack in
-  // thread-local variables.
+  // While a Pin exists, `suspendable` returns null. Code that stores addresses of its stack in
+  // thread-local variables needs a Pin.
   class Pin {
    public:
     Pin() : fiber_(current()) { count(1); }
@@ -205,12 +205,12 @@ class FiberPool {
   // for the lost tensors. serve_slice() itself raises only interruptions, because an interruption
   // concerns all fibers.
   AUTOBATCH_INTERNAL bool serve_slice(std::chrono::nanoseconds bound);
-  // If the fiber waits for the host, resumes it. Otherwise returns false.
+  // Resumes the fiber if it waits for the host; otherwise returns false.
   AUTOBATCH_INTERNAL bool wake(size_t index);
   // Ends the fiber where it is suspended. The other fibers keep running.
   AUTOBATCH_INTERNAL void end_one(size_t index);
   size_t num_live() const { return fibers_.size(); }
-  // Return the total time spent in slices, and the total time spent in the code of instances.
+  // Total time spent in slices, and total time spent in the code of instances.
   std::chrono::nanoseconds in_slices() const { return in_slices_; }
   std::chrono::nanoseconds in_fibers() const { return in_fibers_; }
 
@@ -222,7 +222,7 @@ class FiberPool {
   // it has ended. Fiber::current() may differ from `fiber`, because the host may switch between
   // fibers directly.
   virtual bool enter(Fiber& fiber) = 0;
-  // Resumes a suspended fiber in order to end it: Fiber::leave returns Left::kToEnd in this fiber.
+  // Resumes a suspended fiber in order to end it. In this fiber, Fiber::leave returns Left::kToEnd.
   // Returns whether the fiber has ended.
   virtual bool end(Fiber& fiber) = 0;
   // Serves the fibers that called wait_for_host.
@@ -233,8 +233,8 @@ class FiberPool {
   // loop raises the first error.
   void stop_at(size_t index) { stop_ = std::min(stop_, index); }
   Scope& scope() { return scope_; }
-  // Returns the ended instances that had deferred checks. An entry is the index of the instance and
-  // the number of its fiber.
+  // Returns the ended instances that had deferred checks. An entry contains the index of the
+  // instance and the number of its fiber.
   const std::vector<std::pair<size_t, uint64_t>>& checked() const { return checked_; }
 
  private:
@@ -263,14 +263,14 @@ class FiberPool {
   size_t max_live_;
   Fiber* outer_;        // the fiber that runs this pool; null if no fiber does
   ThreadState base_;    // state of the code that runs this pool
-  bool in_forward_ad_;  // whether the code that made this pool is in forward-mode AD
+  bool in_forward_ad_;  // whether the code that made this pool uses forward-mode AD
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<Fiber*> served_;  // fibers to resume, in order
-  size_t resumed_ = 0;          // number of served_ that were resumed
+  size_t resumed_ = 0;          // number of fibers in served_ that were resumed
   bool exhausted_ = false;
   std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
-  std::string reason_, site_;                // of the first fiber that waits since the last resume
+  std::string reason_, site_;                // of the fiber that began to wait first
   std::optional<Scope::LossesKept> losses_;  // set by serve_slice
   size_t num_held_ = 0;                      // fibers that wait for the end of another one
   size_t failed_slices_ = 0;                 // failed slices whose errors losses_ keeps

@@ -1,6 +1,6 @@
 // Serves fibers that arrive one by one. A fiber can resume while other fibers still run. A slice
-// runs a part of the pending nodes. After each slice, every fiber is resumed whose values are
-// computed.
+// runs a part of the pending nodes. After each slice, the fibers whose values are computed are
+// resumed.
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/fibers/fibers.h"
 

@@ -24,8 +24,8 @@ namespace {
 
 namespace ctx = boost::context;
 
-// The exception that ends a body. The type is not derived from std::exception. So a body that
-// catches std::exception does not catch this exception.
+// The exception that ends the function of a fiber. The type is not derived from std::exception. So
+// a function that catches std::exception does not catch this exception.
 struct Ended {};
 
 // The memory range of a stack. AddressSanitizer must be told the new range at each switch to

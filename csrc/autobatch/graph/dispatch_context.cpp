@@ -24,7 +24,7 @@ void set_autocast(const DispatchContext& context) {
   }
 }
 
-// Computes DispatchContext::word without autocast.
+// Computes DispatchContext::word for a context without autocast.
 uint64_t plain_word(bool grad_mode, bool inference_mode, c10::ScalarType default_dtype) {
   return (grad_mode ? 1u : 0u) | (inference_mode ? 2u : 0u) |
          static_cast<uint64_t>(default_dtype) << 8;
@@ -80,8 +80,8 @@ ContextGuard::ContextGuard(const DispatchContext& context)
     target.autocast_cuda_dtype = before_.autocast_cuda_dtype;
   }
   set_autocast(target);
-  // The autocast cache finds casts of weights by tensor object. The cache would never find a weight
-  // of a batch, because the weights of a batch are views made for one call.
+  // The autocast cache identifies a weight by its tensor object. A lookup for a weight of a batch
+  // would never succeed, because each call of the batch gets a new view of the weight.
   at::autocast::set_autocast_cache_enabled(false);
   if (context.inference_mode) inference_.emplace(true);
 }

@@ -1,4 +1,4 @@
-// The dispatch context that an op was called in: grad mode, inference mode, autocast, default
+// The dispatch context in which an op was called: grad mode, inference mode, autocast and default
 // dtype. The context is stored with every signature. Before a batch of the signature runs, the
 // context is restored, regardless of the code that triggered the flush.
 #pragma once
@@ -29,7 +29,7 @@ struct DispatchContext {
 
 struct CaptureState;
 
-// The parts of the context that are in the key of a cached call (CallKey).
+// The parts of the context that belong to the key of a cached call (CallKey).
 struct CallContext {
   uint64_t word = 0;       // DispatchContext::word
   bool grad_mode = false;  // DispatchContext::grad_mode
@@ -40,9 +40,9 @@ struct CallContext {
   explicit CallContext(const CaptureState& state);
 };
 
-// While the guard exists, the thread's state is `context`, except for grad mode. The guard does not
-// set grad mode, because the executor decides whether autograd records a call. Before the guard is
-// created, the thread's state must be clean (CleanState in flush.cpp).
+// While the guard exists, the thread has the state `context`, except for grad mode. The guard does
+// not set grad mode, because the executor decides whether autograd records a call. Before the guard
+// is created, the thread's state must be clean (CleanState in flush.cpp).
 class ContextGuard {
  public:
   explicit ContextGuard(const DispatchContext& context);

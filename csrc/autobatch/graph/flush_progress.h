@@ -1,10 +1,10 @@
-// Stores which nodes of a graph have run, and how many operands each waiting node still needs.
-// After the first read of a block the progress is kept, so the cost of a later read depends only on
-// the nodes that the read runs.
+// Stores which nodes of a graph have run, and how many operands each waiting node still needs. The
+// progress is kept after the first read of a block. So the cost of a later read depends only on the
+// nodes that the read runs.
 //
-// Each node is visited twice: after it was captured, and when it is run. Each value has a list of
-// its reads (Tape::uses). The list of reads shows which nodes become ready when a node is run, and
-// whether a waiting node still reads a result.
+// Each node is visited twice: after it is captured, and when it runs. Each value has a list of its
+// reads (Tape::uses). This list shows which nodes become ready when a node runs, and whether a
+// waiting node still reads a result.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -20,12 +20,12 @@ struct Graph::Progress {
   struct Kind {
     std::vector<NodeId> ready;  // nodes whose operands are computed; some nodes may have run
     uint64_t wanted = 0;        // number of the last read that ran nodes of the signature
-    uint64_t turn = 0;          // round of slices in which the signature last had its turn
+    uint64_t turn = 0;          // last round of slices in which the signature had its turn
   };
 
-  size_t kept = 0;                // computed nodes that remained at the tape's last compaction
+  size_t kept = 0;                // computed nodes that remained after the last compaction
   NodeId seen = 0;                // nodes with a smaller id have been visited
-  std::vector<uint32_t> missing;  // by node: number of operands that are still to be computed
+  std::vector<uint32_t> missing;  // by node: number of operands that are not computed yet
   ska::flat_hash_map<const Signature*, Kind> kinds;
   uint64_t reads = 0;
   uint64_t round = 1;  // number of the current round of slices
@@ -35,7 +35,7 @@ struct Graph::Progress {
   // without gradients uses this list, because such a record does not need the inputs again.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
-  size_t ran = 0;  // number of nodes run since `inputs` was last reviewed
+  size_t ran = 0;  // number of nodes that ran since `inputs` was last checked
 
   void note_input(Graph& graph, NodeId reader, ValueId base);
   void release_inputs(Graph& graph);

@@ -49,10 +49,10 @@ bool is_given_away(const at::Tensor& tensor) {
   const c10::Storage& storage = tensor.storage();
   if (exported().has(storage)) return true;
   // When memory is given away, PyTorch marks its storage as not resizable and never removes the
-  // mark. Parameters are usually given away only for inspection, and all at the same time. The
-  // foreign array holds a reference to the storage. If a parameter's storage has no other
-  // reference, the array is gone, and the parameter is safe again. Marked tensors that do not
-  // require grad are mostly buffers that foreign code continues to use.
+  // mark. Parameters are usually given away only for inspection. The foreign array holds a
+  // reference to the storage. If use_count() is 1, the array no longer exists, and the parameter is
+  // safe again. Marked tensors that do not require grad are mostly buffers that foreign code
+  // continues to use.
   if (storage.resizable()) return false;
   return !tensor.requires_grad() || storage.use_count() > 1;
 }
@@ -74,8 +74,8 @@ bool owns_memory(const at::Tensor& tensor) {
 void note_given_away(const at::Tensor& tensor, bool unmarked) {
   if (!has_host_memory(tensor.device()) || !tensor.has_storage()) return;
   if (unmarked) exported().add(tensor.storage());
-  // Eager's backward reads the content that saved tensors have when backward runs. The alias is
-  // noted so that this library's backward also checks for writes through foreign code.
+  // In eager mode, backward reads the content that saved tensors have when backward runs. After
+  // note_alias(), the backward of this library also detects writes by foreign code.
   if (unmarked || tensor.storage().use_count() > 1) note_alias(tensor);
 }
 

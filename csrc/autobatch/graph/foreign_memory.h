@@ -15,17 +15,17 @@ struct GraphInput;
 // Whether foreign code may write to the memory. Returns false if it is unlikely that a foreign
 // array still shares the memory.
 bool is_given_away(const at::Tensor& tensor);
-// Whether only ops write to the memory while this library holds its storage.
+// Whether only ops can write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);
 
-// Copies the data of the tensor that pending ops will read. Must be called before the tensor's
+// If pending ops will read the tensor's memory, makes a copy for them. Must be called before the
 // memory is given away.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
-// Must be called after the tensor's memory was given away. `unmarked` means that the storage
-// carries no mark (NumPy marks the storage, other exports do not).
+// Must be called after the tensor's memory was given away. `unmarked` means that the storage has no
+// mark (NumPy marks the storage, other exports do not).
 AUTOBATCH_INTERNAL void note_given_away(const at::Tensor& tensor, bool unmarked);
 
-// Whether the tensor still holds the content of `copy`. On a CPU bits are compared, so NaN equals
+// Whether the tensor still has the content of `copy`. On a CPU the bits are compared, so NaN equals
 // NaN and -0 differs from 0.
 bool is_as_copied(const at::Tensor& tensor, const at::Tensor& copy);
 

@@ -40,7 +40,7 @@ bool describe(Geometry& g) {
   for (int64_t size : g.sizes) g.numel *= size;
   g.extent = g.numel == 0 ? 0 : 1;
   bool row_major = true;
-  int64_t inner_span = 1;  // elements that the dimensions visited so far cover, gaps included
+  int64_t inner_span = 1;  // number of elements that the visited dimensions span, gaps included
   int64_t dense_step = 1;
   for (size_t d = g.sizes.size(); d-- > 0;) {
     if (g.sizes[d] == 1) continue;

@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-// Sizes of the last graph that this thread has flushed. The next graph probably has the same sizes.
+// Sizes of the graph that this thread flushed last. The next graph probably has the same sizes.
 struct TapeSizes {
   size_t nodes = 0, values = 0, operands = 0, graph_inputs = 0;
 };
@@ -43,7 +43,7 @@ Graph::Graph(std::shared_ptr<GeometryTable> geometries)
 Graph::~Graph() {
   static const auto kReason =
       std::make_shared<const std::string>("its scope ended before the tensor was computed");
-  std::vector<c10::intrusive_ptr<PendingTensor>> last;  // destroyed after the lock is released
+  std::vector<c10::intrusive_ptr<PendingTensor>> last;  // destroyed after the mutex is unlocked
   const std::lock_guard<std::mutex> lock(orphans_mutex());
   bury_orphans();
   for (Value& value : tape_.values) {
@@ -179,7 +179,7 @@ ValueId Graph::view_of_content(Memory& memory, ValueId id) {
   const auto known = memory.views.find(id);
   if (known != memory.views.end()) return known->second;
   // As in eager's autograd, a write turns all existing views into views of the base. The gradient
-  // of a later view passes through its parent.
+  // of a view that is made after the write passes through its parent.
   const ValueId parent =
       id < memory.written ? memory.content : view_of_content(memory, value.parent);
   const bool requires_grad = memory.requires_grad && memory.has_history(id, value);
@@ -220,7 +220,7 @@ void Graph::bury_orphans() {
     if (id < tape_.values.size() && tape_.values[id].tensor == tensor) {
       detach(id);
     } else {
-      for (ValueId now = 0; now < tape_.values.size(); ++now) {  // the value has another id by now
+      for (ValueId now = 0; now < tape_.values.size(); ++now) {  // the value was renumbered
         if (tape_.values[now].tensor == tensor) detach(now);
       }
     }
@@ -231,9 +231,9 @@ void Graph::bury_orphans() {
 
 namespace {
 
-// Parameters are numbered separately from a program's data. Therefore the parameters of a model
-// have the same set of serials in each block. Signatures, schedules and cached calls that depend on
-// the serials of parameters are found again.
+// Parameters are numbered separately from a program's data. So the parameters of a model have the
+// same set of serials in each block. Signatures, schedules and cached calls that depend on these
+// serials can be reused.
 uint64_t serial_of(bool trained, uint64_t count) { return count << 1 | (trained ? 1 : 0); }
 
 uint64_t identity_of_serial(uint64_t serial) { return serial << 1; }
@@ -260,7 +260,7 @@ static bool is_over(const GraphInput& input, const c10::StorageImpl* storage) {
 }
 
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
-  // A graph input over the storage would hold a second reference.
+  // A graph input with this storage would hold a second reference.
   if (!tensor.defined() || !tensor.has_storage() || tensor.storage().use_count() == 1) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   return std::any_of(
@@ -276,7 +276,7 @@ bool Graph::is_stale(const at::Tensor& tensor) const {
 void Graph::note_stale(const c10::Storage& stale) {
   const auto* storage = stale.unsafeGetStorageImpl();
   if (++stale_[storage] > 1) return;
-  // Removes the graph inputs over the storage from the indices, so that a later use adds a new one.
+  // Removes the graph inputs of the storage from both indices, so that a later use adds a new one.
   const auto is_of = [&](ValueId id) {
     return is_over(tape_.graph_inputs[tape_.values[id].index], storage);
   };

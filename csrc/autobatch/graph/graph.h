@@ -1,5 +1,5 @@
 // The deferred graph: nodes (captured ops), values (results, views, graph inputs) and interned
-// geometries. Nodes and values are stored in arenas and addressed by index. No op runs here.
+// geometries. Nodes and values are stored in arenas and addressed by index. The graph runs no ops.
 #pragma once
 
 #include "autobatch/common/pool.h"
@@ -37,12 +37,12 @@ struct Geometry {
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   int64_t numel = 1;
-  int64_t extent = 1;        // elements from the first to the last one inclusive; 0 if empty
-  bool contiguous = true;    // row-major; strides of dimensions of size 1 do not count
-  bool overlapping = false;  // two indices reach the same element (stride 0, unfold)
-  // The row-major geometry of the same sizes if the dimensions are laid out in row-major order
-  // (gaps allowed), else this geometry itself. Eager's elementwise kernels return results with the
-  // canonical geometry, so signatures depend on it.
+  int64_t extent = 1;        // number of elements from the first to the last one; 0 if empty
+  bool contiguous = true;    // row-major; strides of dimensions of size 1 are ignored
+  bool overlapping = false;  // two indices refer to the same element (stride 0, unfold)
+  // The row-major geometry with the same sizes if the dimensions are laid out in row-major order
+  // (gaps allowed), or else this geometry itself. Eager's elementwise kernels return results with
+  // the canonical geometry, so signatures depend on this geometry.
   const Geometry* canonical = nullptr;
   const Geometry* next = nullptr;  // next entry of the table with the same hash
 
@@ -57,14 +57,14 @@ class GeometryTable {
 
  private:
   std::deque<Geometry> entries_;                         // addresses stay valid
-  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash: head of a chain (next)
+  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash: first entry of a list (next)
 };
 
 // How a view was made. The kind decides the effects of a write through the view. The order of the
 // kinds matters: a view of a view has the larger of the two kinds.
 enum class ViewKind : uint8_t {
   kPlain,
-  kOneOfSeveral,  // from `split` or `unbind`: eager rejects a write to it that autograd records
+  kOneOfSeveral,  // from `split` or `unbind`: eager rejects a write that autograd records
   kNoGrad,        // made while grad mode was off
   kDetached,      // shares the memory but not the autograd history
   kData,          // like kDetached, but with a separate version counter: `x.data`
@@ -86,8 +86,8 @@ struct Value {
   c10::Device device = c10::kCPU;
   bool requires_grad = false;
   ViewKind kind = ViewKind::kPlain;
-  // If not 0: number of the `split` call that made the view. If `kind` is kPlain, autograd does not
-  // treat the results as views (`unsafe_split`).
+  // Number of the `split` call that made the view, or 0. If it is not 0 and `kind` is kPlain,
+  // autograd does not treat the results as views (`unsafe_split`).
   uint16_t call = 0;
 
   bool is_graph_input() const { return node == kNone; }
@@ -107,7 +107,7 @@ using ElementMaps = c10::SmallVector<ElementMap, 1>;
 // State of a node (flush_progress.cpp).
 enum class NodeState : uint8_t {
   kWaiting,
-  kChosen,    // selected for the flush in progress; runs if something needs it
+  kChosen,    // selected for the flush in progress; runs only if it is needed
   kNeeded,    // selected, and known to be needed
   kComputed,  // its results are stored in the open record's slabs
   kGone,      // unreachable, or moved to a closed record
@@ -126,36 +126,36 @@ struct Node {
   Signature* signature = nullptr;
   uint32_t first_operand = 0;  // into Tape::operands
   uint32_t num_operands = 0;
-  ValueId first_value = 0;  // results are consecutive; hidden ones (kept for backward) last
+  ValueId first_value = 0;  // results are consecutive; hidden results (for backward) are last
   uint32_t num_values = 0;
   bool in_place = false;   // captured from an in-place op, which writes the result to operand 0
   bool spent = false;      // already differentiated without retain_graph (captured_gradient.h)
-  bool is_shared = false;  // stands for equal nodes too (common_subexpressions.h)
+  bool is_shared = false;  // also represents equal nodes (common_subexpressions.h)
   NodeState state = NodeState::kWaiting;
   uint32_t number = kNone;  // temporary, in a plan, a split or a compaction (flush_graph.h)
 
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
-// A tensor that the graph reads and did not make. The graph holds the tensor, because the address
-// identifies the tensor, and the address of a freed tensor could be reused.
+// A tensor that the graph reads but does not compute. The graph holds the tensor, because the
+// address identifies the tensor, and a new tensor could reuse the address of a freed one.
 struct GraphInput {
-  at::Tensor tensor;  // user's tensor; reset once its history depends on the flush
+  at::Tensor tensor;  // the user's tensor; null after its history depends on the flush
   // The tensor that ops read: a detached alias, or a copy. A copy is made if the memory is foreign
-  // (foreign_memory.h) or if elements share memory (except indices and masks).
+  // (foreign_memory.h), or if elements share memory (except in indices and masks).
   at::Tensor data;
   bool is_copy = false;  // `data` does not share the memory of `tensor`
   bool is_odd = false;   // elements share memory without stride 0 (`unfold`); not captured
   at::Tensor as_read;    // content of `data` at capture, if it may change later (overwrites.h)
-  // Geometry of `tensor` if `data` is a copy, which may have another geometry. The strides of
-  // results follow from the geometry of `tensor`.
+  // The geometry of `tensor` if `data` is a copy. The copy may have another geometry, but the
+  // strides of results follow from the geometry of `tensor`.
   const Geometry* given = nullptr;
-  // Version counter of `tensor` and its value at capture. `counted` is false for a private copy,
-  // which no write reaches, and for an inference tensor, which has no counter.
+  // Version counter of `tensor`, and its value at capture. `counted` is false for a private copy
+  // (no write reaches it) and for an inference tensor (it has no counter).
   c10::VariableVersion counter;
   uint32_t version = 0;
   bool counted = false;
-  torch::autograd::Edge edge;  // where its gradient goes; the flush moves it to autograd nodes
+  torch::autograd::Edge edge;  // receives the gradient; the flush moves the edge to autograd nodes
   const torch::autograd::Node* gradient_to = nullptr;  // edge.function, not owned; set by the flush
   bool is_weight = false;                              // its identity is part of signatures
   uint64_t serial = 0;  // identity; not reused while the graph has nodes
@@ -174,8 +174,8 @@ struct Write {
 struct Memory {
   ValueId content = kNone;        // value of the whole memory, without `writes`
   std::vector<Write> writes;      // later writes to parts of the memory; no two overlap
-  std::vector<ValueId> contents;  // present and former values of `content`
-  std::unordered_map<ValueId, ValueId> views;  // by view of the base: the same view of `content`
+  std::vector<ValueId> contents;  // all values that `content` has had
+  std::unordered_map<ValueId, ValueId> views;  // by view of the base: the same view in `content`
   uint64_t writer = 0;   // number of the fiber that made the last write; 0 outside of maps
   ValueId written = 0;   // values from this id on were added after the last write
   uint32_t version = 0;  // number of writes
@@ -187,15 +187,15 @@ struct Memory {
   }
 };
 
-// The arenas of a graph. After a flush the arenas move into the record that backward reads.
+// The arenas of a graph. A flush moves the arenas into the record that backward reads.
 struct Tape {
   PooledVector<Node> nodes;
   PooledVector<Value> values;
   PooledVector<ValueId> operands;  // kNone: omitted optional tensor
   PooledVector<Use> uses;          // by index into `operands`; filled at reads (flush_progress.cpp)
   std::vector<GraphInput> graph_inputs;
-  // Maps the content of a written memory to the number of nodes at its last write. Backward of an
-  // earlier node that read the old content raises an error if eager saves the operand.
+  // Maps the content of a written memory to the number of nodes at its last write. If an earlier
+  // node read the old content and eager saves this operand, the node's backward raises an error.
   std::unordered_map<ValueId, NodeId> written_at;
   // Maps the last content of a written memory to the version of the tensors on this memory.
   std::unordered_map<ValueId, uint32_t> versions;
@@ -203,11 +203,11 @@ struct Tape {
   std::unordered_map<ValueId, c10::SmallVector<ValueId, 2>> sharers;  // by base (shared_memory.h)
 
   const ElementMap* find_element_map(ValueId id, ValueId of) const;
-  // The elements of `id` must share memory. Returns the outermost value with shared elements of
-  // which `id` is a view without repeated elements, else `id`. The elements of the returned value
-  // identify the elements of `id`.
+  // `id` must have elements that share memory. Returns the outermost value in which all elements of
+  // `id` are distinct elements (ElementMap), or `id` if there is none. Elements of the returned
+  // value identify the elements of `id`.
   ValueId counted_in(ValueId id) const;
-  // Whether it is known which elements of `of`, whose elements share memory, the view contains.
+  // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
   bool knows_elements(ValueId view, ValueId of) const {
     return find_element_map(view, counted_in(of)) != nullptr;
   }
@@ -225,8 +225,8 @@ struct Tape {
   }
   // Whether a pending tensor stands for the value, a view of it, or a value that shares its memory.
   bool is_looked_at(ValueId base) const;
-  // Whether a waiting node reads the value or a view of it. Nodes captured since the last read
-  // (flush_progress.cpp) do not count.
+  // Whether a waiting node reads the value or a view of it. Nodes that were captured after the last
+  // read (flush_progress.cpp) do not count.
   bool is_read(ValueId base);
   at::ArrayRef<ValueId> operands_of(const Node& node) const {
     return {operands.data() + node.first_operand, node.num_operands};
@@ -246,19 +246,19 @@ struct Split {
   };
   Tape tape;
   std::vector<Export> exports;
-  // If `is_renumbered`: former ids of the nodes and values of `tape`, in order.
+  // If `is_renumbered` is true: former ids of the nodes and values of `tape`, in order.
   bool is_renumbered = false;
   std::vector<NodeId> nodes;
   std::vector<ValueId> values;
 };
 
-// Outcome of an export: its tensor, or the reason why there is none.
+// Outcome of an export: its tensor, or the reason why the tensor is lost.
 struct Computed {
   at::Tensor tensor;
   std::shared_ptr<const std::string> lost;
 };
 
-// The tape being written, with the index from tensors to graph inputs.
+// The tape that capture writes to, with an index from tensors to graph inputs.
 class Graph {
  public:
   explicit Graph(std::shared_ptr<GeometryTable> geometries);
@@ -278,20 +278,20 @@ class Graph {
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
   // Returns a number that is unique across graphs and changes when values are renumbered.
   uint64_t numbering() const { return numbering_; }
-  // Whether `tensor`, for which graph input `id` was added in this numbering, is unchanged since.
+  // Whether `tensor` is unchanged since graph input `id` was added for it in this numbering.
   bool still_is(ValueId id, const at::Tensor& tensor) const;
-  // Returns the graph input that was added for `tensor` if it is unchanged since, else kNone.
+  // Returns the graph input of `tensor`. Returns kNone if there is none or the tensor has changed.
   ValueId find_graph_input(const at::Tensor& tensor) const;
   ValueId find_graph_input(const at::Tensor& tensor, bool requires_grad) const;
   // Fills in the metadata of the value that `tensor` would get as a graph input. Returns false if
   // the graph input would be a copy, or if the tensor is stale.
   bool describe_graph_input(const at::Tensor& tensor, Value& value) const;
-  // Like value_of, but returns one value for all tensors over the same memory, because each `W.t()`
-  // makes a new object. In grad mode, tensors that require grad stay distinct.
+  // Like value_of, but returns one value for all tensors with the same memory, because each `W.t()`
+  // makes a new object. In grad mode, tensors that require grad get separate values.
   ValueId weight_value_of(const at::Tensor& tensor);
 
-  // Takes the gradient edge of the value's graph input, if any. Must be called when a recorded op
-  // reads the value, because gradient_edge() may raise an error at the flush (view without base).
+  // Gets the gradient edge of the value's graph input, if any. Must be called when an op that
+  // autograd records reads the value. At the flush, gradient_edge() could fail (view without base).
   void need_gradient(ValueId id);
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
@@ -306,13 +306,13 @@ class Graph {
                      c10::Device device, bool requires_grad);
 
   void attach(ValueId id, PendingTensor* tensor);
-  // Removes the pending tensor of the value, because the tensor died or is no longer pending.
+  // Removes the pending tensor of the value: it was destroyed or is no longer pending.
   void detach(ValueId id) {
     (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr;
     if (progress_ != nullptr) died_.push_back(id);
   }
-  // Records that the tensor died on a thread other than its graph's thread (Python's garbage
-  // collector may run on any thread). Later, settle_orphans detaches the tensor.
+  // Records that the tensor was destroyed on a thread other than its graph's thread (Python's
+  // garbage collector may run on any thread). Later, settle_orphans detaches the tensor.
   static void note_orphan(PendingTensor& tensor);
 
   // --- memory that was written to (deferred_writes.h) ---
@@ -372,16 +372,16 @@ class Graph {
   // (memory_updates.h).
   bool is_stale(const at::Tensor& tensor) const;
   bool has_stale() const { return !stale_.empty(); }
-  // Marks a storage as stale. Must be undone as often by forget_stale().
+  // Marks a storage as stale. Each call must be matched by one call of forget_stale().
   void note_stale(const c10::Storage& storage);
   void forget_stale(const c10::Storage& storage);
 
   // Returns the identity of the value's base, for signatures and call keys.
   uint64_t identity(const Value& value) const;
-  // Returns the identity of a graph input that requires grad and is added after `ahead` others.
+  // Returns the identity of a new graph input that requires grad if `ahead` others are added first.
   uint64_t identity_of_new(uint32_t ahead) const;
 
-  // Detaches tensors that died on other threads. The owner thread must call settle_orphans() first.
+  // Detaches tensors destroyed on other threads. Must be called before the tensors are used.
   void settle_orphans();
 
   // Empties the graph and returns its tape. The caller must materialize the pending tensors of the
@@ -401,11 +401,11 @@ class Graph {
   std::vector<NodeId> choose_ready(size_t least);
   // Selects nodes that run in about the time that `costs` allows. In each round every signature has
   // one turn. The signature with the most ready nodes is first. A turn selects the ready nodes of
-  // the signature, the earliest first, until no time is left. A node normally runs no later than in
-  // the round after it became ready. If no time is left for a node, the node runs right after the
-  // nodes that became ready earlier.
+  // the signature, the earliest first, until no time is left. A node that becomes ready normally
+  // runs in the next round at the latest. If no time is left for a node, the node runs right after
+  // the nodes that became ready earlier.
   std::vector<NodeId> choose_slice(SliceCosts& costs);
-  // Number of nodes still to be run.
+  // Returns the number of nodes that have not run.
   size_t num_waiting() const { return tape_.nodes.size() - num_finished_; }
   bool is_computed(NodeId id) const { return tape_.nodes[id].state == NodeState::kComputed; }
   // Whether a new node may read the result. If the result is computed, its memory is kept from now
@@ -441,7 +441,7 @@ class Graph {
               SignatureTable& signatures);
   // Moves the whole graph.
   Split split();
-  // Sets the graph inputs that replace the exports, after the split part was computed. Tensors that
+  // After the split part was computed, sets the graph inputs that replace the exports. Tensors that
   // depend on a lost export become lost.
   void fill_exports(const Split& split, at::ArrayRef<Computed> exports);
   // Renumbers the remaining nodes and values if most of the tape is no longer needed.
@@ -485,7 +485,7 @@ class Graph {
   size_t num_finished_ = 0;                       // nodes in state kComputed or kGone
   std::unordered_map<ValueId, Memory> memories_;  // by base
   bool raw_ = false;
-  // Weak references to tensors that died on another thread, and the values they stood for.
+  // Weak references to tensors destroyed on another thread, and the values they stood for.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
   uint32_t next_serial_ = 0;
   uint32_t next_trained_ = 0;  // number of the next graph input that requires grad

@@ -14,8 +14,8 @@
 namespace autobatch {
 namespace {
 
-// Returns tensor.const_data_ptr() without the checks of that function. The function must be fast,
-// because each call of a cell compares the addresses of all of its weights.
+// Returns tensor.const_data_ptr(), but without the checks of const_data_ptr(). This function must
+// be fast, because each call of a cell compares the addresses of all of its weights.
 const void* address_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const c10::Storage& storage = impl.unsafe_storage();
@@ -34,8 +34,8 @@ bool wants_gradient(const at::Tensor& tensor) {
 // change it.
 bool still_holds(const GraphInput& input) {
   const at::Tensor& tensor = input.tensor;
-  // After a write, the tensor becomes another graph input. Ops that read the old content have run
-  // before the write.
+  // After a write, the tensor becomes another graph input. Ops that read the old content ran before
+  // the write.
   if (input.counted && input.counter.current_version() != input.version) return false;
   if (is_overwritten(input)) return false;
   if (input.is_copy) return is_as_copied(tensor, input.data);
@@ -58,8 +58,8 @@ bool has_expanded_dims(const Geometry& geometry) {
   return std::count(strides.begin(), strides.end(), 0) != 0;
 }
 
-// Whether the tensor may be another object for a weight's memory. Without autograd, each `W.t()` is
-// a new tensor without a history.
+// Whether the tensor may be a new tensor object for the memory of a weight. Without autograd, each
+// `W.t()` makes a new tensor without a history.
 bool may_view_weight(const at::Tensor& tensor, bool requires_grad) {
   const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   const bool has_history = requires_grad && c10::GradMode::is_enabled();
@@ -72,8 +72,8 @@ bool views_parameter(const at::Tensor& tensor) {
   return base.defined() && base.requires_grad();
 }
 
-// Returns the weight with the memory and the metadata of the tensor, else kNone. `index`: weights
-// by the address of their data.
+// Returns the weight that has the memory and the metadata of the tensor, or kNone. `index` contains
+// the weights by the address of their data.
 ValueId find_weight(const std::unordered_multimap<const void*, ValueId>& index, const Tape& tape,
                     const at::Tensor& tensor) {
   auto [first, last] = index.equal_range(tensor.const_data_ptr());
@@ -172,7 +172,7 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
     input.given = geometry;
     geometry = geometries_->intern(tensor.sizes(), input.data.strides());
   }
-  // An inference tensor has no version counter. Setting its data does not give it a counter.
+  // An inference tensor has no version counter, not even after an assignment to its data.
   if (!input.is_copy && tensor.unsafeGetTensorImpl()->version_counter().enabled()) {
     input.counter = tensor.unsafeGetTensorImpl()->version_counter();
     input.version = input.counter.current_version();
@@ -203,7 +203,8 @@ void Graph::need_gradient(ValueId id) {
   if (!base.is_graph_input() || !base.requires_grad) return;
   GraphInput& input = tape_.graph_inputs[base.index];
   if (input.edge.is_valid() || !input.tensor.defined()) return;
-  // After a write to its base, autograd makes a view again. The ops must not be captured.
+  // After a write to the base of a view, autograd replays the view. The replayed ops must not be
+  // captured.
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   input.edge = torch::autograd::impl::gradient_edge(input.tensor);
 }

@@ -8,7 +8,7 @@
 namespace autobatch {
 namespace {
 
-// All HeldMemories objects that are not empty, and the lock of their lists.
+// The lock of all lists, and all HeldMemories objects that are not empty.
 std::mutex& mutex() {
   static auto* one = new std::mutex();
   return *one;
@@ -36,7 +36,7 @@ void HeldMemories::add(std::vector<HeldMemory> more) {
 }
 
 void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
-  std::vector<HeldMemory> dropped;  // destroyed after the lock, like `kept` in release()
+  std::vector<HeldMemory> dropped;  // destroyed when the mutex is free, as in release()
   const std::lock_guard<std::mutex> lock(mutex());
   for (HeldMemory& memory : all_) memory.base = now(memory.base);
   const auto first = std::stable_partition(

@@ -19,7 +19,7 @@ struct Override {
   Action action;
 };
 
-// Ops for which the schema alone would give a wrong action or an unnecessarily slow one.
+// Ops for which the schema alone would give a wrong or an unnecessarily slow action.
 constexpr Override kOverrides[] = {
     // Ops that write to running statistics, which their schemas do not declare.
     {"aten::batch_norm", Action::kMutate},
@@ -106,7 +106,7 @@ constexpr Override kOverrides[] = {
     {"aten::gru.data", Action::kDecompose},
     {"aten::rnn_tanh.data", Action::kDecompose},
     {"aten::rnn_relu.data", Action::kDecompose},
-    // Ops that call matrix products. The rules of matrix products accept instances of any size.
+    // Ops that call matrix products. The rules of matrix products accept operands of any size.
     {"aten::einsum", Action::kDecompose},
     {"aten::tensordot", Action::kDecompose},
     {"aten::outer", Action::kDecompose},
@@ -121,7 +121,7 @@ constexpr Override kOverrides[] = {
     {"aten::_fw_primal", Action::kAtOnce},
     {"aten::_make_dual", Action::kAtOnce},
     {"aten::_unpack_dual", Action::kAtOnce},
-    // Ops that address memory by absolute offsets, which differ in a batch.
+    // Ops that address memory by absolute offsets. In a batch these offsets are different.
     {"aten::as_strided_copy", Action::kAtOnce},
     {"aten::as_strided_scatter", Action::kAtOnce},
     // The result's shape depends on values only if an index is a mask. The Meta kernel rejects
@@ -145,7 +145,7 @@ constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
 
-// Ops whose results share memory with an argument in eager mode, and which copy this memory here.
+// Ops that copy memory here. In eager mode, their result shares this memory with the argument.
 constexpr std::string_view kReinterpreting[] = {"autobatch::as_complex", "autobatch::as_real",
                                                 "autobatch::conjugate"};
 
@@ -385,9 +385,11 @@ std::unique_ptr<OpInfo> make_info(const c10::OperatorHandle& op) {
   info->fails_for_values = lists(kFailForValues, op.operator_name().name);
   info->always_defer = lists(kAlwaysDefer, op.operator_name().name);
   info->random = op.hasTag(at::Tag::nondeterministic_seeded);
-  // The op that a reinterpreting op calls would be captured as the reinterpreting op again.
+  // A reinterpreting op must not be decomposed: the op that it calls would be captured as the
+  // reinterpreting op again.
   info->composite = is_composite(op) && !info->reinterprets;
-  // gru_cell is excluded: it writes to pieces of a tensor that autograd does not treat as views.
+  // gru_cell is excluded, because it writes to pieces of a tensor that autograd does not treat as
+  // views.
   info->decomposes = info->composite && info->name != "aten::gru_cell";
   info->is_dropout =
       info->random && !info->rules.empty() && info->name.find("dropout") != std::string::npos;
@@ -426,7 +428,8 @@ const OpInfo* shared_info(const c10::OperatorHandle& op, const void* key) {
 }  // namespace
 
 const OpInfo& op_info(const c10::OperatorHandle& op) {
-  // The name lives in the dispatcher's entry for the op, so its address identifies the op.
+  // The name is stored in the dispatcher's entry for the op, so the name's address identifies the
+  // op.
   const void* key = &op.operator_name();
   struct Entry {
     const void* key = nullptr;

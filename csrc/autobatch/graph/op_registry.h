@@ -1,5 +1,5 @@
-// Defines how each op is captured. A table lists the ops with a special treatment. For all other
-// ops, the treatment follows from the schema.
+// Defines how each op is captured. A table lists the ops that need a special treatment. For all
+// other ops, the treatment follows from the schema.
 #pragma once
 
 #include "autobatch/export.h"
@@ -20,14 +20,14 @@ enum class Action : uint8_t {
   kDefer,     // becomes a node
   kView,      // address arithmetic on a pending tensor
   kMetadata,  // reads sizes or types only: runs on the pending tensor without a flush
-  // `zeros`, `full_like`, `new_ones`: a node if the result is a plain tensor. If the result is not
-  // plain, the op runs eagerly, with a stand-in for a pending argument.
+  // Ops such as `zeros`, `full_like` and `new_ones`. The op becomes a node if the result is a plain
+  // tensor. Otherwise it runs eagerly, with a stand-in for each pending argument.
   kFactory,
-  // Composite op that may return its argument, or that calls ops with native rules: the ops that it
-  // calls are captured.
+  // A composite op that may return its argument, or that calls ops with native rules. The ops that
+  // it calls are captured.
   kDecompose,
   kAtOnce,  // needs values, or has effects: its arguments are computed, then it runs
-  // Writes to an argument. The write is deferred if `OpInfo::write` tells the written value
+  // Writes to an argument. The write is deferred if `OpInfo::write` describes the written value
   // (deferred_writes.h). Any other write is handled like kAtOnce, but pending readers of the memory
   // run first.
   kMutate,
@@ -39,7 +39,7 @@ enum class WriteKind : uint8_t {
   kZero,     // zeros
   kGiven,    // argument 1: `copy_`, `fill_`
   kCompute,  // the result of its functional counterpart
-  kOut,      // the same, but to its last argument (out_variants.h)
+  kOut,      // like kCompute, but writes to the last argument (out_variants.h)
 };
 
 // How autograd differentiates an in-place op, compared with its functional counterpart.
@@ -71,37 +71,38 @@ struct OpInfo {
   std::vector<const Rule*> rules;  // native rules, in the order in which they are tried
   std::vector<const Decomposition*> decompositions;  // used if no native rule covers a call
   ViewFunction view = nullptr;     // for kView; null: the Meta kernel computes the view
-  uint64_t weight_arguments = 0;   // bit i: argument i is a weight, judging by its name
+  uint64_t weight_arguments = 0;   // bit i: argument i has the name of a weight
   uint64_t written_arguments = 0;  // bit i: argument i is written to
   WriteKind write = WriteKind::kNone;
-  // For WriteKind::kCompute and kOut, and for in-place view ops (`unsqueeze_`).
+  // The functional counterpart, for WriteKind::kCompute and kOut and in-place view ops
+  // (`unsqueeze_`).
   std::optional<c10::OperatorHandle> functional;
   InPlaceFormula in_place_formula = InPlaceFormula::kSame;
   size_t num_arguments = 0;
   bool cuts_gradient = false;   // `detach`: the result requires no grad
-  bool reinterprets = false;    // copies memory that its result shares in eager (shared_memory.h)
+  bool reinterprets = false;    // copies memory that the result shares in eager (shared_memory.h)
   bool conjugates = false;      // `autobatch::conjugate`, which stands for `_conj`
   bool is_function = false;     // a custom autograd.Function (rules/captured_function.h)
   bool sees_conjugate = false;  // behaves differently if its argument is a result of `_conj`
   bool unsafe_split = false;    // `unsafe_split` etc.: autograd does not treat results as views
   bool integral_only = false;   // eager raises an error for floating-point tensors
   bool always_defer = false;    // worth batching even on ordinary tensors
-  bool is_verdict = false;      // one bool of a whole tensor, usually read soon: not worth a flush
-  bool fails_for_values = false;  // runs immediately where the program may catch its error
+  bool is_verdict = false;      // returns one bool; runs without a flush on the result of a factory
+  bool fails_for_values = false;  // runs immediately if the program may catch its error
   bool random = false;
-  bool composite = false;       // its kernel only calls other ops
-  bool decomposes = false;      // if it cannot be captured, the ops that it calls can
-  bool is_dropout = false;      // dropout op with a native rule: autocast casts nothing in it
-  bool cast_on_cpu = false;     // autocast on a CPU casts its arguments
-  bool cast_on_cuda = false;    // autocast on the accelerator casts its arguments
-  bool is_cast = false;         // `to.dtype`, which autocast calls
-  int writes_if_argument = -1;  // if >= 0: flag argument that makes the op write to its statistics
+  bool composite = false;         // its kernel only calls other ops
+  bool decomposes = false;        // if the op cannot be captured, the ops that it calls can be
+  bool is_dropout = false;        // dropout op with a native rule: autocast casts nothing in it
+  bool cast_on_cpu = false;       // autocast on a CPU casts its arguments
+  bool cast_on_cuda = false;      // autocast on the accelerator casts its arguments
+  bool is_cast = false;           // `to.dtype`, which autocast calls
+  int writes_if_argument = -1;    // if >= 0: flag argument that makes the op update its statistics
   bool keeps_statistics = false;  // writes to `running_mean`, which the schema does not declare
   int index_argument = -1;        // position of `Tensor?[] indices` into argument 0; -1: none
   int dropout_argument = -1;  // position of a dropout probability; if it is 0, the op is not random
 };
 
-// Returns the record of this op, made on first use and kept for the life of the process.
+// Returns the record of this op. The record is made on first use and kept until the process ends.
 const OpInfo& op_info(const c10::OperatorHandle& op);
 AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 

@@ -203,10 +203,10 @@ void PendingTensor::require_data() const {
   }
 }
 
-// A profiler that records the arguments of ops calls this function in the middle of a record. A
-// nested record or an exception would break the profiler's lists of arguments, and the process
-// would end or the profile would be lost. Therefore nothing is recorded here, and errors are
-// dropped. The op raises the errors later.
+// A profiler that records the arguments of ops calls this function while it makes a record. A
+// nested record or an exception would break the profiler's lists of arguments: the process would
+// end, or the profile would be lost. Therefore nothing is recorded here, and errors are dropped.
+// The op raises the errors later.
 bool PendingTensor::has_storage() const {
   if (!is_pending() && lost_ == nullptr) return c10::TensorImpl::has_storage();
   if (!profiler_records_arguments()) {
@@ -260,7 +260,7 @@ bool has_requests(const Tape& tape, ValueId base) {
   return false;
 }
 
-// Accepts the keys of dense tensors on devices whose memory has addresses in this program.
+// Accepts the keys of dense tensors on devices whose memory has addresses in this process.
 bool is_plain(const c10::TensorImpl& tensor) {
   using enum c10::DispatchKey;
   constexpr c10::DispatchKeySet kPlainKeys(

@@ -1,5 +1,6 @@
-// The tensor object that a captured op returns, with exact metadata and no data yet. The flush
-// turns the same object into an ordinary tensor, so all references that the user holds stay valid.
+// The tensor object that a captured op returns. The tensor has exact metadata, but no data yet. The
+// flush turns the same object into an ordinary tensor, so all references that the user holds stay
+// valid.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -24,7 +25,7 @@ struct PendingMeta final : torch::autograd::AutogradMeta, FromFreeList<PendingMe
 
 class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingTensor> {
  public:
-  // Stands for `value` of `graph`; sizes, strides, dtype, device and requires_grad are the value's.
+  // Stands for `value` of `graph`, and has its sizes, strides, dtype, device and requires_grad.
   PendingTensor(Graph* graph, ValueId value);
   // Stands for `value`, which has number `id` in a part that was split from the graph.
   PendingTensor(Graph* graph, ValueId id, const Value& value);
@@ -44,8 +45,8 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   c10::intrusive_ptr<PendingTensor> hold();
   // Removes the tensor from its graph and returns the graph. Later calls return null.
   Graph* leave() { return graph_.exchange(nullptr); }
-  // Takes the tensor out of its graph until end(). If the last reference is dropped before end(),
-  // the graph is not notified.
+  // Removes the tensor from its graph until end() is called. If the last reference is dropped
+  // before end(), the graph is not notified.
   class Absence {
    public:
     explicit Absence(PendingTensor& tensor) : tensor_(tensor), graph_(tensor.leave()) {
@@ -93,7 +94,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   void become(const at::Tensor& memory, int64_t offset);
   // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
   // error with `reason`, which describes the failure that caused the loss. Drops the requests.
-  // Returns the reference by which the requests have kept the tensor alive, or null. Releasing the
+  // Returns the reference with which the requests kept the tensor alive, or null. Releasing the
   // reference may destroy the tensor.
   c10::intrusive_ptr<PendingTensor> lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
@@ -130,7 +131,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   std::thread::id owner_ = std::this_thread::get_id();
   bool is_kept_ = false;
   bool may_rest_ = false;
-  bool has_new_flags_ = true;        // the flags about strides are as in a new tensor
+  bool has_new_flags_ = true;        // the flags about strides are those of a new tensor
   PendingMeta* own_meta_ = nullptr;  // autograd_meta_, unless PyTorch has replaced it
   std::shared_ptr<const std::string> lost_;
   std::unique_ptr<Requests> requests_;
@@ -157,8 +158,8 @@ bool is_plain(const c10::TensorImpl& tensor);
 
 // --- implemented in scope/pending_reads.cpp ---
 
-// Whether a pending tensor of this thread's scope is a result with an autograd history: not a leaf,
-// and not made a leaf by `requires_grad=True`.
+// Whether a pending tensor of this thread's scope is a result with an autograd history: it is not a
+// leaf, and `requires_grad=True` has not made it a leaf.
 AUTOBATCH_INTERNAL bool is_result(const PendingTensor& tensor);
 
 // Computes the tensors that are pending. The report shows `reason`. Raises an error if a tensor is

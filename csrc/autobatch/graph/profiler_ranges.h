@@ -14,8 +14,8 @@ namespace autobatch {
 struct Tape;
 struct Node;
 
-// A profiler range for the lifetime of the object. Without a profiler the name is not built, and
-// the cost is a look-up in a thread-local list of observers.
+// Records a profiler range for the lifetime of the object. Without a profiler the name is not
+// built, and the only cost is a look-up in a thread-local list of observers.
 class ProfilerRange {
  public:
   explicit ProfilerRange(const char* name) {
@@ -37,8 +37,8 @@ class ProfilerRange {
 };
 
 // The part of a thread's state that belongs to profilers. A flush runs in the thread state that was
-// current before the scope. However, a profiler that was started or stopped inside the scope must
-// stay on or off.
+// current before the scope was opened. However, a profiler that was started or stopped inside the
+// scope must stay on or off.
 class ProfilerState {
  public:
   // Must be called inside a ThreadLocalStateGuard, which restores the former state later.

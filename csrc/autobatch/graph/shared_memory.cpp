@@ -60,7 +60,7 @@ bool shares_memory(const at::Tensor& tensor) {
 bool share_memory(const at::Tensor& a, const at::Tensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   // For a pending tensor, returns the value that owns its memory, and the real tensor with this
-  // memory, if any. For any other tensor, returns kNone and the tensor.
+  // memory (or an undefined tensor). For any other tensor, returns kNone and the tensor.
   const auto memory_of = [](const at::Tensor& tensor) {
     const PendingTensor* pending = as_pending(tensor);
     if (pending == nullptr || !pending->is_pending()) return std::pair(kNone, tensor);

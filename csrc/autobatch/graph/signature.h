@@ -1,6 +1,6 @@
 // A signature is the key that decides which nodes can be batched. Each signature is interned as one
-// object. If hashes agree, the signatures are compared in full, word by word. (DyNet compares
-// hashes only.)
+// object. If two hashes are equal, the signatures are compared in full, word by word. (DyNet
+// compares hashes only.)
 #pragma once
 
 #include "autobatch/export.h"
@@ -23,7 +23,7 @@ namespace autobatch {
 struct OpInfo;
 class Rule;
 
-// One result of an op, as inferred for a signature.
+// The metadata of one result of an op, as inferred for a signature.
 struct ResultMeta {
   const Geometry* geometry = nullptr;
   c10::ScalarType dtype = c10::ScalarType::Float;
@@ -31,7 +31,7 @@ struct ResultMeta {
   bool requires_grad = false;
 };
 
-// Position of a tensor operand in the op's arguments. `element` is the index in a list argument;
+// Position of a tensor operand in the op's arguments. `element` is the index in a list argument, or
 // kNone if the argument is not a list.
 struct Slot {
   uint32_t argument = 0;
@@ -46,7 +46,7 @@ struct Signature {
   const Rule* rule = nullptr;            // runs the batches; a generic rule may fall back to a loop
   std::shared_ptr<const Rule> own_rule;  // owner of `rule` if only this signature uses it
   DispatchContext context;
-  std::vector<c10::IValue> arguments;  // of the first node; tensors replaced by None
+  std::vector<c10::IValue> arguments;  // of the first node; tensors are replaced by None
   std::vector<Slot> slots;             // of the operands
   uint64_t weight_slots = 0;           // bit s: operand s is a weight, the same for all nodes
   uint32_t variadic = kNone;           // list argument whose length is not in the key, if any
@@ -55,7 +55,7 @@ struct Signature {
   std::string site;                    // line of user code that first captured it in `scope`
   uint64_t position = 0;               // position within that line (Place::position)
   uint64_t scope = 0;                  // id of the last scope that captured it
-  std::string note;                    // for the report: why its batches run as they do
+  std::string note;                    // shown in the report: why the batches run as they do
   // Maps each set of operands that require grad to the operands and results that eager saves
   // (saved_tensor_check.cpp).
   std::unordered_map<uint64_t, uint64_t> saved;
@@ -69,14 +69,14 @@ class SignatureTable {
   // Returns the signature with this key, or null.
   Signature* find(const Key& key) const;
   Signature* add(const Key& key);
-  // Returns a copy of `signature` for `mark`. Nodes with the copy do not batch with nodes of
-  // `signature` or of another mark.
+  // Returns a copy of `signature` for `mark`. Nodes with the copy are not batched with nodes of
+  // `signature` or of a copy for another mark.
   Signature* marked_copy(const Signature& signature, uint64_t mark);
   size_t size() const { return entries_.size(); }
 
  private:
   std::deque<Signature> entries_;                   // addresses stay valid
-  ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash: head of a chain (next)
+  ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash: first entry of a list (next)
 };
 
 uint64_t hash_key(const Key& key);

@@ -19,15 +19,16 @@ class SliceCosts {
  public:
   using Nanoseconds = std::chrono::nanoseconds;
 
-  // Begins a slice that is to take `bound`, or longer if many nodes are pending (kLeastSlices).
+  // Begins a slice that should take `bound`, or longer if many nodes are pending (kLeastSlices).
   void begin(Nanoseconds bound, size_t num_pending);
   // Adds a batch to the slice.
   void take(uint64_t serial, size_t nodes) { taken_ += expect(serial, nodes); }
   bool is_full() const { return taken_ * scale_ >= bound_; }
-  // Ends the slice, which ran `nodes` nodes and took `took`.
+  // Ends the slice. `nodes` is the number of nodes that it ran, and `took` is its duration.
   void end(Nanoseconds took, size_t nodes);
 
-  // Records that a batch of `nodes` nodes of the signature (Signature::serial) took `took`.
+  // Records that a batch of `nodes` nodes of the signature (Signature::serial) took the time
+  // `took`.
   void add(uint64_t serial, size_t nodes, Nanoseconds took);
   // Returns the expected time, in nanoseconds, of a batch of `nodes` nodes of the signature. If no
   // batch of the signature has run, the time is a guess.
@@ -44,21 +45,21 @@ class SliceCosts {
   static size_t row_of(size_t nodes);
 
   // The minimum number of slices (approximately) in which all pending nodes run. If many nodes are
-  // pending, requests wait much longer than one slice takes, and larger batches finish all requests
+  // pending, requests wait much longer than one slice, and larger batches finish all requests
   // sooner.
   static constexpr double kLeastSlices = 8;
   // Fixed cost of planning and bookkeeping for one slice, in nanoseconds.
   static constexpr double kSlice = 20e3;
   // Assumed time of a batch if nothing was measured, in nanoseconds.
   static constexpr double kUnknown = 20e3;
-  // Maximum size of `rows_`. Models have fewer signatures than this. When the maximum is reached,
-  // all measurements are dropped.
+  // Maximum size of `rows_`. Models have fewer signatures than this maximum. At this maximum, all
+  // measurements are dropped.
   static constexpr size_t kMostKept = size_t{1} << 14;
 
   double bound_ = 1e6;
   double taken_ = 0;
-  // Measured time of slices divided by expected time. Planning time increases this ratio. Joined
-  // batches decrease it.
+  // Measured time of slices divided by expected time. The time for planning increases this ratio.
+  // Batches that are joined decrease it.
   double scale_ = 1;
   double slices_ = 0;                       // nanoseconds that the last few slices took
   double nodes_ = 0;                        // nodes that these slices ran

@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-// Storages that are reached through several version counters.
+// Storages whose tensors have several version counters.
 StorageSet& shared_storages() {
   static auto* storages = new StorageSet();
   return *storages;
@@ -70,7 +70,7 @@ at::Tensor copy_as_read(const at::Tensor& tensor) {
 bool is_same(const at::Tensor& a, const at::Tensor& b) {
   if (!has_host_memory(a.device())) return at::equal(a, b);
   if (!a.is_contiguous() || !b.is_contiguous()) return is_same(a.contiguous(), b.contiguous());
-  // Compares bits: NaN equals NaN, -0 differs from 0.
+  // Compares bits, so NaN equals NaN, and -0 differs from 0.
   return std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 

@@ -1,5 +1,5 @@
-// Finds memory that is reached through several version counters (`x.data`, `set_`). No single
-// counter counts all writes to such memory.
+// Finds memory that is shared by tensors with different version counters (`x.data`, `set_`). No
+// single counter counts all writes to this memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,7 +29,7 @@ class StorageSet {
   std::atomic<bool> any_{false};
 };
 
-// Records that the memory of this tensor is reached through two version counters from now on.
+// Records that tensors with different version counters share the memory of this tensor.
 void note_alias(const at::TensorBase& tensor);
 // Whether note_alias recorded any storage (any_aliases), or this storage (has_aliases).
 bool any_aliases();

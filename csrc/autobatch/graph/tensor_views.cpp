@@ -7,7 +7,7 @@
 namespace autobatch {
 namespace {
 
-// PyTorch's TensorImpl, in memory from a free list. The free list saves time, because a flush makes
+// PyTorch's TensorImpl, allocated from a free list. The free list saves time, because a flush makes
 // hundreds of TensorImpls, and a batch() block makes one for each tensor that it reads.
 struct ViewImpl final : c10::TensorImpl, FromFreeList<ViewImpl> {
   using c10::TensorImpl::TensorImpl;

@@ -5,14 +5,14 @@
 
 namespace autobatch {
 
-// Returns a tensor over the same memory, without history and with its own version counter. Unlike
-// `x.data` in user code, detached_alias() notes no alias (storage_aliases.h), so other tensors do
-// not notice a write through the returned tensor.
+// Returns a tensor with the same memory, without history and with a new version counter. Unlike
+// `x.data` in user code, detached_alias() does not call note_alias (storage_aliases.h), so other
+// tensors do not notice a write through the returned tensor.
 at::Tensor detached_alias(const at::Tensor& tensor);
 
-// Returns a view of the buffer with `sizes` and `strides` (in elements), `offset` elements after
-// the start of the buffer. strided_view() does the same as `as_strided`, but does not use the
-// dispatcher. It must be fast, because a batch makes several views of each operand.
+// Returns a view of the buffer with `sizes` and `strides` (in elements). The view begins `offset`
+// elements after the start of the buffer. strided_view() does the same as `as_strided`, but without
+// the dispatcher. It must be fast, because a batch makes several views of each operand.
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset);
 // Both functions return a contiguous view that begins `offset` elements after the start of the

@@ -25,7 +25,7 @@ struct CaptureState {
   bool eager = false;               // in batch(enabled=False) inside the scope
   bool captures_data = false;       // captures calls even if all tensors are from outside the scope
   bool may_flush = true;            // if false, a flush raises an error
-  int graph_task = -1;              // of autograd's engine: where `scope` was opened; -1: outside
+  int graph_task = -1;              // task of autograd's engine in which `scope` was opened, or -1
   const c10::impl::PODLocalDispatchKeySet* keys = nullptr;
   c10::AutogradState* autograd = nullptr;
   const at::impl::SavedTensorDefaultHooksTLS* saved_hooks = nullptr;

@@ -24,7 +24,7 @@ ViewGeometry geometry_of(const at::Tensor& tensor) {
 
 ViewGeometry self(Arguments arguments) { return geometry_of(arguments[0].toTensor()); }
 
-// Returns the dimension counted from the front, or -1 if out of range.
+// Returns the dimension counted from the front, or -1 if the dimension is out of range.
 int64_t wrap(int64_t dim, int64_t rank) {
   if (dim < 0) dim += rank;
   return dim >= 0 && dim < rank ? dim : -1;
@@ -237,7 +237,7 @@ void expand_as(Arguments arguments, ViewResult& result) {
   expand_to(self(arguments), arguments[1].toTensor().sizes(), result);
 }
 
-// Reshapes to `sizes` (one may be -1) without a copy where the strides allow it.
+// Reshapes to `sizes` (one size may be -1). Makes no copy if the strides allow a view.
 void reshape_to(const at::Tensor& tensor, std::vector<int64_t> sizes, bool may_copy,
                 ViewResult& result) {
   int64_t known = 1;
@@ -288,8 +288,8 @@ void reshape(Arguments arguments, ViewResult& result) {
 }
 
 // Handles only dense tensors, and only views whose elements are distinct elements of the tensor.
-// Eager drops the gradient of other elements of the storage, and divides the gradient of an element
-// that occurs several times.
+// For other views, eager drops the gradient of elements outside the tensor, and divides the
+// gradient of an element that occurs several times.
 void as_strided(Arguments arguments, ViewResult& result) {
   const at::Tensor& tensor = arguments[0].toTensor();
   if (!tensor.is_non_overlapping_and_dense()) return;
@@ -308,9 +308,9 @@ void as_strided(Arguments arguments, ViewResult& result) {
   if (g.offset + last < start + tensor.numel()) give(result, std::move(g));
 }
 
-// memory_view(x, sizes, strides): a view of the memory of x that begins at the first element of x.
-// As in as_strided, the view may have elements between the elements of x. Their gradients go to the
-// tensor that owns the memory.
+// memory_view(x, sizes, strides) is a view of the memory of x that begins at the first element of
+// x. As in as_strided, the view may contain elements that lie between the elements of x. Their
+// gradients are passed to the tensor that owns the memory.
 void memory_view(Arguments arguments, ViewResult& result) {
   ViewGeometry g = self(arguments);
   const auto sizes = arguments[1].toIntVector(), strides = arguments[2].toIntVector();

@@ -1,5 +1,5 @@
-// Implements view ops by address arithmetic. Computes the sizes, strides and offsets of a view op's
-// results in the memory of its argument. Checks the arguments as PyTorch does.
+// Implements view ops by address arithmetic: computes the sizes, strides and offsets of the results
+// in the memory of the argument. Checks the arguments as PyTorch does.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,7 +18,7 @@ struct ViewGeometry {
 
 enum class ViewOutcome : uint8_t {
   kViews,  // `views` is filled
-  kCopy,   // eager would copy (reshape of a strided tensor): `views` holds the wanted sizes
+  kCopy,   // eager would copy (reshape of a strided tensor): `views` has the sizes of the copy
   kAsk,    // not covered, or wrong arguments: the op's Meta kernel has to decide
 };
 

@@ -1,4 +1,4 @@
-// Which tensor eager's autograd takes for the base of a view.
+// Finds the tensor that eager's autograd uses as the base of a view.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -7,14 +7,14 @@
 
 namespace autobatch {
 
-// Whether the value was made by `unsafe_split` or a similar op, whose results are not views to
-// autograd.
+// Whether the value was made by `unsafe_split` or a similar op. Autograd does not treat the results
+// of such ops as views.
 inline bool is_unsafe_view(const Value& value) {
   return value.call != 0 && value.kind == ViewKind::kPlain;
 }
 
-// Returns the value whose tensor is the base of the view `id` in eager. The base is the owner of
-// the memory, or the detached tensor that `id` is a view of. Returns `id` itself if it is not a
+// Returns the value whose tensor is the base of the view `id` in eager mode. The base is the owner
+// of the memory, or the detached tensor that `id` is a view of. Returns `id` itself if it is not a
 // view.
 inline ValueId root_of(const Tape& tape, ValueId id) {
   for (;;) {

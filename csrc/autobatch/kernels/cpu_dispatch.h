@@ -34,7 +34,7 @@ struct CpuKernels {
   ProductKernel matrix_products;
   SoftmaxKernel softmax;
   TurnKernel turn;
-  MultiplyKernel multiply;  // null where oneDNN has a microkernel
+  MultiplyKernel multiply;  // null if oneDNN has a microkernel
   SparseProductKernel<float> sparse_product_float;
   SparseProductKernel<double> sparse_product_double;
 };
@@ -47,7 +47,7 @@ extern const CpuKernels kernels_avx512;
 const CpuKernels* cpu_kernels();
 bool has_cpu_kernels(c10::ScalarType dtype);
 
-// The same as ATen's grain size. With fewer elements, a second thread costs more time than it
+// Equal to ATen's grain size. For fewer elements than this, a second thread costs more time than it
 // saves.
 constexpr int64_t kGrainElements = 32768;
 

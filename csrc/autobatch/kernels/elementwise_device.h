@@ -11,8 +11,8 @@ namespace autobatch {
 bool has_elementwise_kernel(c10::Device device, c10::ScalarType dtype);
 void run_elementwise(const ElementwiseProgram& program, c10::Device device);
 
-// The kernel of an accelerator. It must be registered before the first tensor of the device is
-// captured.
+// The kernel of an accelerator. The kernel must be registered before the first tensor of the device
+// is captured.
 struct DeviceElementwise {
   bool (*has_kernel)(c10::Device device, c10::ScalarType dtype) = nullptr;
   void (*run)(const ElementwiseProgram& program, c10::Device device) = nullptr;

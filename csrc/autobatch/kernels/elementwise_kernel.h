@@ -1,5 +1,6 @@
-// The kernel of elementwise programs for one CPU capability. Only the source files that are
-// compiled for one capability, with ATen's own macros set, include this file.
+// The kernel of elementwise programs for one CPU capability. Only kernels_avx2.cpp and
+// kernels_avx512.cpp include this file. Each of these files is compiled for one capability, with
+// ATen's macros for this capability.
 #pragma once
 
 #include "autobatch/kernels/elementwise_program.h"
@@ -37,7 +38,7 @@ template <class V>
 V sigmoid(const V& a) {
   return (V(1) + (V(0) - a).exp()).reciprocal();
 }
-// `a` where the mask is set, else `b`.
+// Returns `a` where the mask is set, and `b` elsewhere.
 template <class V>
 V select(const V& mask, const V& a, const V& b) {
   return V::blendv(b, a, mask);
@@ -108,7 +109,7 @@ class ElementwiseRun {
   struct Bound {
     T* data;
     int64_t row, mid;
-    int64_t next;  // elements to the same place in the next block
+    int64_t next;  // distance to the same place in the next block, in elements
   };
 
   Bound bind(const ElementwisePlace& place, int64_t first) const {

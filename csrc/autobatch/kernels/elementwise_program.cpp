@@ -1,4 +1,4 @@
-// Divides elementwise programs into blocks of rows, and among threads.
+// Divides the rows of elementwise programs into blocks, and distributes the blocks among threads.
 #include "autobatch/kernels/elementwise_program.h"
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -12,8 +12,8 @@
 namespace autobatch {
 namespace {
 
-// Bytes that the steps of one block write. A block of this size stays in a core's own cache. The
-// loops over a block are long enough that the cost of starting a loop is small.
+// Bytes that the steps of one block write. A block of this size stays in the private cache of a
+// core. The loops over a block are long enough that the cost of starting a loop is small.
 constexpr int64_t kBlockBytes = int64_t{1} << 16;
 
 }  // namespace

@@ -1,8 +1,8 @@
 // An elementwise program runs several elementwise ops over the rows of a batch. It runs all ops for
 // one block of rows before the next block, so an op reads the results of earlier ops from the
-// cache. A result that only the program reads has memory for one block. On CPUs, programs run with
-// AVX2 or AVX-512, for float and double. Programs use the same vector types and functions as ATen's
-// own kernels and torch.compile. The functions are Sleef's, except for tanh of floats.
+// cache. A result that only the program reads needs memory for only one block. On CPUs, programs
+// run with AVX2 or AVX-512, for float and double. Programs use the same vector types and functions
+// as ATen's own kernels and torch.compile. The functions are from Sleef, except for tanh of floats.
 #pragma once
 
 #include "autobatch/kernels/elementwise_op.h"
@@ -18,7 +18,7 @@ namespace autobatch {
 // `inner` contiguous elements (ElementwiseStep).
 struct ElementwisePlace {
   void* data = nullptr;
-  int64_t row = 0;  // elements from one row to the next; 0: all rows read the same
+  int64_t row = 0;  // elements from one row to the next; 0 if all rows read the same place
   int64_t mid = 0;  // elements from one run to the next
   // The two fields below are for a temporary, which only the program reads (`data` is null).
   // `before`: elements per row of all temporaries before this one. `offset`: elements from the
@@ -42,8 +42,8 @@ struct ElementwiseProgram {
   int64_t temporary = 0;  // elements of all temporaries per row
 };
 
-// Runs all steps, in order, for each row. Rows are independent: blocks of rows run in parallel, by
-// at::parallel_for.
+// Runs all steps, in order, for each row. Rows are independent, so blocks of rows run in parallel
+// (at::parallel_for).
 void run_elementwise(const ElementwiseProgram& program);
 
 // Runs the program for the rows [first, last), in blocks of `block` rows. `scratch`: memory for the

@@ -26,7 +26,7 @@
 namespace autobatch {
 namespace {
 
-// With fewer bytes, a second thread costs more time than it saves.
+// For fewer bytes than this, a second thread costs more time than it saves.
 constexpr int64_t kGrainBytes = 1 << 17;
 
 const char* address(const Region& region) {
@@ -125,18 +125,18 @@ void add_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] += from[i];
 }
 
-// Writes the first contribution to a run. The contribution is added to 0, so the memory need not be
-// filled with zeros.
+// Writes 0 + the first contribution to a run. The result is the same as that of an addition to
+// memory that was filled with zeros.
 template <class T>
 void start_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
 }
 
-// Outputs with more bytes do not fit into the caches. Zeros are then written without fetching the
-// cache lines of the output.
+// An output with more bytes than this does not fit into the caches. Zeros are then written without
+// fetching the cache lines of the output.
 constexpr size_t kFarBytes = size_t{1} << 24;
 
-// Writes zeros to memory that is not read soon. Whole vectors bypass the caches.
+// Writes zeros to memory that is not read soon. Stores of whole vectors bypass the caches.
 void clear_far(char* to, size_t bytes) {
 #if defined(__SSE2__)
   const size_t head = std::min(bytes, -reinterpret_cast<uintptr_t>(to) % sizeof(__m128i));
@@ -243,7 +243,7 @@ Layout layout_of(const Regions& regions) {
     expected = r.offset + r.geometry->numel;
     layout.numel += r.geometry->numel;
   }
-  // Empty regions may have the same address and are still distinct.
+  // Empty regions are distinct even if they have the same address.
   layout.same &= layout.same_buffer && layout.uniform && (n == 1 || first.geometry->numel > 0);
   layout.regular &= layout.same_buffer && layout.uniform && layout.step >= 0;
   layout.consecutive &= layout.same_buffer;
@@ -299,8 +299,8 @@ void gather_into(const Regions& regions, const at::Tensor& out) {
 
 namespace {
 
-// Whether elements of the region are sums of very many values. If such values are added one after
-// the other, the rounding error is visibly larger than the error of ATen's sum.
+// Whether elements of the region are sums of very many values. If so many values are added one
+// after the other, the rounding error is clearly larger than the error of ATen's sum.
 bool sums_many(const Region& region, c10::ScalarType dtype) {
   if (region.buffer == nullptr || !region.geometry->overlapping) return false;
   return c10::isReducedFloatingType(dtype) ||

@@ -20,8 +20,8 @@ struct Region {
   const at::Tensor* buffer = nullptr;
   int64_t offset = 0;
   const Geometry* geometry = nullptr;
-  // Whether the memory is uninitialized. The first addition then writes instead of adding. On a
-  // CPU, a fresh region is contiguous.
+  // Whether the memory is uninitialized. If so, the first addition overwrites the memory. On a CPU,
+  // a fresh region is contiguous.
   bool fresh = false;
 };
 
@@ -29,11 +29,11 @@ using Regions = std::vector<Region>;
 
 // The arrangement of the regions of a batch's members in memory.
 struct Layout {
-  bool uniform = true;  // all have the same geometry
+  bool uniform = true;  // all regions have the same geometry
   bool same_buffer = true;
   bool same = true;         // all are the same region
   bool regular = true;      // one buffer, one geometry, offsets offset[0] + m * step
-  bool consecutive = true;  // one buffer, contiguous, each starts at the previous one's end
+  bool consecutive = true;  // one buffer, contiguous, each starts where the previous region ends
   int64_t step = 0;         // elements from one region to the next, if regular
   int64_t numel = 0;        // of all regions together
 };
@@ -92,9 +92,9 @@ at::Tensor plain(const at::Tensor& tensor);
 void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
-// target[indices[r]] += rows[r], without the rows whose index is `skip`. `target` is [V, D],
-// contiguous. If `times` is given, `rows` consists of times.size() blocks of equal size. Block b is
-// added times[b] times, and each time the next indices are used. `fresh`: whether the target is
+// target[indices[r]] += rows[r], for all r with indices[r] != skip. `target` is [V, D], contiguous.
+// If `times` is given, `rows` consists of times.size() blocks of equal size. Block b is added
+// times[b] times, and each time the next indices are used. `fresh`: whether the target is
 // uninitialized. Rows of a fresh target that receive no addition become zero.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
                     int64_t skip, at::IntArrayRef times = {}, bool fresh = false);

@@ -39,7 +39,7 @@ void for_each_part(const at::Tensor& values, const Regions& regions, const Visit
 
 }  // namespace
 
-// Makes one call if the regions are contiguous, else a call for each region.
+// Makes one call if all regions are contiguous, and one call for each region otherwise.
 void gather(const Regions& regions, const at::Tensor& out) {
   const bool joins = regions.size() > 1 && std::ranges::all_of(regions, [](const Region& region) {
                        return region.buffer != nullptr && region.geometry->contiguous;

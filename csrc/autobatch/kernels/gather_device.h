@@ -1,5 +1,5 @@
-// The functions of gather.h for devices other than the CPU. If this library has kernels for the
-// device, the functions use them, else ATen calls.
+// The functions of gather.h for devices other than the CPU. The functions use kernels of this
+// library if the device has them, and ATen calls otherwise.
 #pragma once
 
 #include "autobatch/export.h"
@@ -15,7 +15,7 @@ void add_regions_on_device(const Regions& from, const Regions& to);
 
 // Writes the row of each lookup to `out`, one member after the other: int64 [lookups]. For an index
 // out of range, writes a row number that no tensor has. Returns false and does nothing if the
-// device has no kernel for it.
+// device has no kernel for lookups.
 bool find_rows_on_device(const RowQuery& query, const at::Tensor& out);
 
 // Implementations by ATen calls, for any device.
@@ -26,8 +26,8 @@ void scatter_add(const at::Tensor& values, const Regions& regions);
 }  // namespace by_aten
 
 // Kernels for the regions and rows of one type of accelerator. Each kernel returns false and does
-// nothing if it does not support its arguments. They must be registered before the first tensor of
-// the device is captured.
+// nothing if it does not support its arguments. The kernels must be registered before the first
+// tensor of the device is captured.
 struct RegionKernels {
   bool (*gather)(const Regions& regions, const at::Tensor& out) = nullptr;
   bool (*unpack)(const at::Tensor& values, const Regions& regions) = nullptr;

@@ -1,5 +1,5 @@
-// Distributes the products of members' own matrices to threads. For each product, chooses the
-// kernel or at::mm.
+// Distributes products of the members' own matrices among threads. For each product, chooses the
+// kernel of this library or at::mm.
 #include "autobatch/kernels/matrix_products.h"
 
 #include "autobatch/kernels/cpu_dispatch.h"

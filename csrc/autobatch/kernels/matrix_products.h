@@ -2,7 +2,7 @@
 // kernels read each matrix in place and add its gradient in place. The kernels are for vectors and
 // small matrices, for which a BLAS call takes longer than the product itself. One BLAS call for
 // several members would require a copy of their matrices into one tensor. The kernels exist for
-// CPUs with AVX2 or AVX-512, in float and double. Large products go to at::mm.
+// CPUs with AVX2 or AVX-512, in float and double. at::mm computes large products.
 #pragma once
 
 #include "autobatch/kernels/gather.h"
@@ -25,14 +25,15 @@ struct MatrixPlace {
   MatrixPlace transposed() const { return {data, columns, rows, column, row}; }
 };
 
-// out = left right, or out += left right if `adds`.
+// out = left right, or out += left right if `adds` is true.
 struct MatrixProduct {
   MatrixPlace out, left, right;
   bool adds = false;
 };
 
 // Runs the products in order, because several products may add to the same memory. `disjoint`:
-// whether all products write to different memory. They may then run in parallel (at::parallel_for).
+// whether all products write to different memory. If so, they may run in parallel
+// (at::parallel_for).
 void run_matrix_products(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype,
                          bool disjoint);
 

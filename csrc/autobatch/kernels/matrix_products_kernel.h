@@ -1,5 +1,6 @@
-// The kernel of products of members' own matrices for one CPU capability. Only the source files
-// that are compiled for one capability, with ATen's own macros set, include this file.
+// The kernel of matrix_products.h, for one CPU capability. Only kernels_avx2.cpp and
+// kernels_avx512.cpp include this file. Each of these files is compiled for one capability, with
+// ATen's macros for this capability.
 #pragma once
 
 #include "autobatch/common/prefetch.h"
@@ -36,7 +37,7 @@ class MatrixProductRun {
  private:
   static T* data(const MatrixPlace& place) { return static_cast<T*>(place.data); }
 
-  // Returns the elements of a vector contiguously: `from` itself if possible, else a copy in
+  // Returns the elements of a vector contiguously: either `from` itself, if possible, or a copy in
   // `copy`.
   static const T* contiguous(const T* from, int64_t step, int64_t size, std::vector<T>& copy) {
     if (step == 1 || size == 1) return from;
@@ -114,8 +115,8 @@ class MatrixProductRun {
   static constexpr int64_t kTileVectors = 2;  // 4 * 2 sums at a time hide the latency of an add
   static constexpr int64_t kTileColumns = kTileVectors * kLanes;
 
-  // out (+)= left right, in tiles of some rows and vectors. Vectors of `right` are read from a copy
-  // in which each row has whole vectors.
+  // out (+)= left right, in tiles of a few rows and vectors. Vectors of `right` are read from a
+  // copy in which each row is padded to whole vectors.
   void tiles(const MatrixPlace& out, const MatrixPlace& left, const MatrixPlace& right) {
     const int64_t width = (right.columns + kTileColumns - 1) / kTileColumns * kTileColumns;
     pack(right, width);
@@ -175,7 +176,7 @@ class MatrixProductRun {
     for (int64_t c = 0; c < lanes; ++c) put_one(to[c * out.column], each[static_cast<size_t>(c)]);
   }
 
-  // out (+)= column row. Each product is added to 0, as in the sums of longer products.
+  // out (+)= column row. Each product is added to 0, as in a sum of several products.
   void outer(const MatrixPlace& out, const MatrixPlace& column, const MatrixPlace& row) {
     if (out.column != 1 && out.row == 1 && out.columns > 1) {
       return outer(out.transposed(), row.transposed(), column.transposed());

@@ -11,18 +11,18 @@ namespace autobatch {
 struct GraphInput;
 struct Signature;
 
-// Two objects of this class are used in a flush. One is for the copies of all tensors, and is
-// dropped after the flush, or after a level of backward. The other one belongs to the scope, and
-// has the copies of weights whose changes are noticed (keep()). In a scope with many flushes, such
-// as a map with reads or an engine, each flush has few rows, and a copy pays off only over several
-// flushes.
+// A flush uses two objects of this class. One object holds copies of any tensors. This object is
+// dropped after the flush, or after a level of backward. The other object belongs to the scope.
+// This object holds copies of weights whose changes can be detected (keep()). In a scope with many
+// flushes, such as a map with reads or an engine, each flush has few rows, and a copy pays off only
+// over several flushes.
 class WeightCopies {
  public:
   // The weights of several products of the same x (fuse_shared_input_linear.h), side by side in one
   // matrix.
   struct Joined {
     std::vector<const void*>
-        from;           // addresses of the copied weights and biases; empty: none copied
+        from;           // addresses of the copied weights and biases; empty if there is no copy
     at::Tensor weight;  // [sum of N, K]
     at::Tensor bias;    // [sum of N], or undefined
   };
@@ -39,14 +39,15 @@ class WeightCopies {
   // --- copies that are kept for later flushes ---
 
   // Whether copies of this weight may be kept. A write to the weight must change its version
-  // counter, or must be reported by forget(). So no other tensor may use the storage. For example,
-  // a weight that is part of a flat buffer is excluded, because the buffer has its own version
-  // counter. `num_views`: number of tensors over the storage that the caller has made.
+  // counter, or must be reported by forget(). Therefore no other tensor may use the storage. For
+  // example, a weight that is part of a flat buffer is excluded, because the buffer has its own
+  // version counter. `num_views`: number of tensors over the storage that the caller has made.
   bool keep(const GraphInput& weight, size_t num_views);
-  // Drops the copies if a weight was written to, or if they take too much memory. Must be called at
-  // the beginning of a flush.
+  // Drops the copies if a weight was written to, or if the copies take too much memory. Must be
+  // called at the beginning of a flush.
   void drop_changed();
-  // Drops the copies if a weight has this memory, which will be written to.
+  // Drops the copies if a copied weight has the storage of `written`, which the caller is about to
+  // change.
   void forget(const at::Tensor& written);
   void clear();
 

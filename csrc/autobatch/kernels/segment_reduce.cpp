@@ -25,7 +25,7 @@ using at::Tensor;
 
 // Maximum number of rows that are summed one after the other.
 constexpr int64_t kPlainRows = 16;
-// With fewer elements, a second thread costs more time than it saves.
+// For fewer elements than this, a second thread costs more time than it saves.
 constexpr int64_t kGrain = 1 << 15;
 
 #define DISPATCH_ANY(TYPE, NAME, ...)                                       \
@@ -62,7 +62,7 @@ void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visi
 }
 
 // Computes `sum`, the sum of n rows, starting at row `first`. row(r) points to row r. `scratch` has
-// room for one row for each halving of n.
+// room for num_halvings(n) rows.
 template <class Row, class A>
 void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* sum, A* scratch) {
   if (n <= kPlainRows) {
@@ -252,18 +252,18 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
 
 namespace {
 
-// Returns the index of the extreme in a segment whose rows have one element each. If there is a
-// NaN, this is the index of the first NaN, else of the first largest (or smallest) element.
-// Compares several elements at a time, because in a single chain each comparison would wait for the
-// previous comparison.
+// Returns the index of the extreme in a segment whose rows have one element each. This is the index
+// of the first NaN, or, without NaNs, of the first largest (or smallest) element. Compares several
+// elements at a time, because in a single chain each comparison would wait for the previous
+// comparison.
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;
-  if (count < kLanes) {  // a few elements: filling and merging lanes would take longer
+  if (count < kLanes) {  // for a few elements, filling and merging lanes takes longer
     int64_t best = 0;
     for (int64_t i = 1; i < count; ++i) {
       const bool is_better = kLargest ? !(x[i] <= x[best]) : !(x[i] >= x[best]);
-      if (is_better && x[best] == x[best]) best = i;  // the first NaN stays
+      if (is_better && x[best] == x[best]) best = i;  // keeps the first NaN
     }
     return best;
   }
@@ -353,7 +353,7 @@ void segment_cumsum(const Tensor& rows, const Counts& counts, bool reverse, Tens
   }
   const Tensor from = rows.contiguous();
   DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_cumsum", [&] {
-    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // as in eager's kernel
+    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // as in ATen's kernel
     const scalar_t* row = from.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
@@ -399,7 +399,8 @@ int64_t count_zeros(const T* from, int64_t n) {
   return std::count_if(from, from + n, [](T x) { return x == T(0); });
 }
 
-// Divides the product by each element, for one column of a segment: `n` elements, `step` apart.
+// For one column of a segment (`n` elements, `step` apart), divides the product of the column by
+// each element.
 template <class T>
 void divided(const T* x, T* to, int64_t n, int64_t step) {
   using acc_t = at::opmath_type<T>;
@@ -411,7 +412,7 @@ void divided(const T* x, T* to, int64_t n, int64_t step) {
   }
 }
 
-// Computes for each element the product of the other elements of its column.
+// For each element, computes the product of the other elements of its column.
 template <class T>
 void of_others(const T* x, T* to, int64_t n, int64_t step) {
   using acc_t = at::opmath_type<T>;

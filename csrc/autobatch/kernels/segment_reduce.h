@@ -11,9 +11,9 @@ namespace autobatch {
 
 using Counts = std::vector<int64_t>;
 
-// out[s] = the sum of the rows of segment s. `rows` is [R, inner]. `out` is [segments, inner]. Its
-// dtype is the dtype of `rows`, or int64 if `rows` is bool or integral. The sum is as precise as
-// eager's: summation is pairwise, and half types are summed in float.
+// out[s] = the sum of the rows of segment s. `rows` is [R, inner]. `out` is [segments, inner]. The
+// dtype of `out` is the dtype of `rows`, or int64 if `rows` is bool or integral. The sum is as
+// precise as in eager mode: summation is pairwise, and half types are summed in float.
 void segment_sum(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
 // Like segment_sum, but for rows that are looked up in `matrix` [V, D]. Segment s has counts[s]
 // terms, and each term has `rows` indices. out[s * rows + r] is a sum over the terms of segment s.
@@ -33,15 +33,15 @@ void segment_extreme(const at::Tensor& rows, const Counts& counts, bool largest,
 at::Tensor scatter_to_rows(const at::Tensor& values, const at::Tensor& indices,
                            const Counts& counts);
 
-// out[r] = the sum of the segment's rows up to row r; with `reverse`, from row r on.
+// out[r] = the sum of the segment's rows up to row r, or, with `reverse`, from row r on.
 void segment_cumsum(const at::Tensor& rows, const Counts& counts, bool reverse, at::Tensor& out);
 
 // out[s] = the product of the segment's rows.
 void segment_prod(const at::Tensor& rows, const Counts& counts, at::Tensor& out);
 // Returns the derivative of segment_prod, by autograd's formulas. If an instance has no zero, the
-// derivative is the product divided by the row. Otherwise it is the product of the segment's other
-// rows. `whole`: whether each instance is one product. If so, the derivative is 0 for an instance
-// with several zeros. `segments`: number of segments of each instance.
+// derivative is the product divided by the row. Otherwise the derivative is the product of the
+// segment's other rows. `whole`: whether each instance is one product. If so, the derivative is 0
+// for an instance with several zeros. `segments`: number of segments of each instance.
 at::Tensor product_gradient(const at::Tensor& rows, const Counts& counts, const Counts& segments,
                             bool whole);
 

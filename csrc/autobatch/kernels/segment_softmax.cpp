@@ -1,4 +1,4 @@
-// Divides softmax over segments among threads.
+// Distributes the segments of a softmax among threads.
 #include "autobatch/kernels/segment_softmax.h"
 
 #include "autobatch/common/device_traits.h"

@@ -29,13 +29,15 @@ using at::Tensor;
 // Maximum number of rows in a call of oneDNN's kernel. oneDNN compiles a kernel for each number of
 // rows. Calls with more rows are not faster.
 constexpr int64_t kRows = 16;
-constexpr int64_t kTurnedRows = 64;  // if rows of a weight replace those of x; few sizes occur
+// The same maximum for calls in which rows of a weight replace the rows of x. These calls have only
+// a few different numbers of rows.
+constexpr int64_t kTurnedRows = 64;
 // The kernel sums one term after the other. If there are more than kDepth terms, the kernel sums
 // them in parts, as a BLAS does.
 constexpr int64_t kDepth = 1024;
 // Bytes of the matrix that stay in the cache while all rows of x are multiplied.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-constexpr size_t kMostShapes = 512;  // a shape has up to 64 kernels of 19 KB, usually few
+constexpr size_t kMostShapes = 512;  // a shape has at most 64 kernels of 19 KB, usually only a few
 // kGrain: number of multiply-adds that justify a thread. kPart: number of columns (or rows) in a
 // thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
@@ -43,7 +45,8 @@ constexpr int64_t kPart = 48;
 // With this many rows, a copy of the matrix saves as much time as it costs.
 constexpr int64_t kRowsForCopy = 128;
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
-// Number of rows of the factors of a weight's gradient that are multiplied together.
+// Number of rows that are multiplied in one step, in the product of the two factors of a weight's
+// gradient.
 constexpr int64_t kFactorRows = 64;
 
 // The largest sizes for which a kernel is faster than a BLAS, as measured (docs/benchmarks.md,
@@ -63,7 +66,7 @@ bool is_own() { return cpu_kernels()->multiply != nullptr; }
 const Limits& limits() { return is_own() ? kOwn : kLibrary; }
 
 // Whether a kernel may be used. If the user allows lower precision in oneDNN's products, returns
-// false: at::mm supports this setting, and the kernels do not.
+// false, because at::mm supports this setting and the kernels do not.
 bool has_kernel() {
   if (cpu_kernels() == nullptr) return false;
   if (is_own()) return true;
@@ -78,12 +81,12 @@ bool is_by_row(const Tensor& t) { return t.stride(1) == 1 && t.stride(0) >= t.si
 
 // Whether a kernel may be used for a shape. oneDNN compiles kernels for each new shape and never
 // frees them, so only the first kMostShapes shapes are admitted. The answer for a shape is the same
-// each time and on any thread, so that results have the same bits each time. `shape`: everything
-// that determines a compiled kernel, except the number of rows.
+// in each call and on any thread, so that results have the same bits in each run. `shape`:
+// everything that determines a compiled kernel, except the number of rows.
 using Shape = std::array<int64_t, 5>;
 bool is_admitted(const Shape& shape) {
   if (is_own()) return true;
-  static auto* mutex = new std::mutex();  // threads may outlive static objects
+  static auto* mutex = new std::mutex();  // never freed, because threads may outlive static objects
   static auto* admitted = new std::set<Shape>();
   const std::lock_guard lock(*mutex);
   if (admitted->size() < kMostShapes) admitted->insert(shape);
@@ -199,9 +202,9 @@ void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool a
   }
 }
 
-// Below are products of few rows x with a column-major matrix that is used once. They are computed
-// in transposed form: the columns of the matrix replace the rows of x, and x and the result are
-// transposed. The number of rows of x is rounded up to whole vectors (padded()).
+// The next functions multiply a few rows x by a column-major matrix that is used once. They compute
+// the product in transposed form: the columns of the matrix replace the rows of x, and x and the
+// result are transposed. The number of rows of x is rounded up to whole vectors (padded()).
 int64_t padded(int64_t rows) {
   const int64_t lanes = limits().lanes;
   return (rows + lanes - 1) / lanes * lanes;
@@ -221,7 +224,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
   const Tensor result = pooled_empty({m, width}, x.options());
   auto* to = result.mutable_data_ptr<float>();
   auto* from = rows.mutable_data_ptr<float>();
-  if (n < width) {  // zeros, because products with arbitrary padding may be slow
+  if (n < width) {  // pads with zeros, because arbitrary numbers may make products slow
     for (int64_t i = 0; i < k; ++i) std::fill_n(from + i * width + n, width - n, 0.0F);
   }
   cpu_kernels()->turn(x.const_data_ptr<float>(), x.stride(0), n, k, from, width);
@@ -236,7 +239,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
   cpu_kernels()->turn(to, width, m, n, out.mutable_data_ptr<float>(), out.stride(0));
 }
 
-// Returns a row-major copy of the matrix if there is one, else the matrix itself.
+// Returns a row-major copy of the matrix if there is one, and the matrix itself otherwise.
 Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
   if (copies == nullptr || is_by_row(matrix) || !has_host_memory(matrix.device()) ||
       matrix.scalar_type() != at::kFloat || !has_kernel() || rows > limits().rows) {
@@ -293,7 +296,7 @@ namespace {
 
 bool is_shared(const Tensor& x) { return x.size(0) == 1 || x.stride(0) == 0; }
 
-// Whether the kernel supports each matrix of [n, ...].
+// Whether the kernel supports each of the n matrices of the tensor `all`.
 bool are_for_kernel(const Tensor& all) { return is_for_kernel(all.select(0, 0)); }
 
 bool suits_each(const Tensor& x, const Tensor& y, const Tensor& out) {
@@ -353,8 +356,8 @@ bool suits_small_products(int64_t m, int64_t k, int64_t n) {
 
 namespace {
 
-// Runs small products by a kernel or by ATen. Stores the choice for the last shape, because only
-// few shapes occur.
+// Runs small products by a kernel or by ATen. Stores the choice for the last shape, because few
+// different shapes occur.
 class SmallProductRun {
  public:
   void run(MultiplyBlock block) {
@@ -381,8 +384,8 @@ class SmallProductRun {
   Shape shape_{};
 };
 
-// Prefetches the operands of a product. They are usually not in the nearest caches, and the
-// hardware cannot predict the addresses of the next operands.
+// Prefetches the operands of a product. The operands are usually not in the nearest caches, and the
+// hardware cannot predict their addresses.
 void prefetch_operands(const MultiplyBlock& block) {
   const auto bytes = [](int64_t rows, int64_t step) {
     return static_cast<size_t>(rows * step) * sizeof(float);

@@ -5,8 +5,8 @@
 // rows of x and some columns of the matrix (Goto and van de Geijn 2008, section 4). The matrix is
 // not packed, because for tens of rows packing takes as long as the product. A weight is usually
 // not in a cache when a batch reads it, and the hardware does not predict the addresses of a matrix
-// that is read in strips. So the code prefetches the operands of the next tiles while it computes a
-// tile.
+// that is read in strips. So the kernel prefetches the operands of the next tiles while it computes
+// a tile.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"

@@ -1,5 +1,6 @@
-// The kernel of softmax over segments for one CPU capability. Only the source files that are
-// compiled for one capability, with ATen's own macros set, include this file.
+// The kernel of softmax over segments, for one CPU capability. Only kernels_avx2.cpp and
+// kernels_avx512.cpp include this file. Each of these files is compiled for one capability, with
+// ATen's macros for this capability.
 #pragma once
 
 #include "autobatch/kernels/segment_softmax.h"

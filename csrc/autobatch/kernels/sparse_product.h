@@ -1,4 +1,4 @@
-// The product of one sparse matrix and a dense one, on a CPU.
+// The product of a sparse matrix and a dense matrix, on a CPU.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct SparseProduct {
 };
 
 // Compilers vectorize the inner loop, so this function is compiled for each CPU capability
-// (cpu_dispatch.h). It has internal linkage, because the versions differ.
+// (cpu_dispatch.h). The function has internal linkage, because its compiled versions differ.
 template <class T>
 static void add_sparse_product(const SparseProduct<T>& p) {
   for (int64_t e = 0; e < p.count; ++e) {

@@ -21,12 +21,12 @@ template <int64_t item>
 void copy_plane(const char* from, char* to, const Plane& p) {
   if constexpr (item == sizeof(float)) {
     if (p.row_step == 1 && p.rows > 1 && cpu_kernels() != nullptr) {
-      // Moves bits only, so any type of four bytes may be taken for a float.
+      // The kernel only moves bits, so values of any 4-byte type can be treated as floats.
       return cpu_kernels()->turn(reinterpret_cast<const float*>(from), p.column_step, p.columns,
                                  p.rows, reinterpret_cast<float*>(to), p.to_step);
     }
   }
-  constexpr int64_t kTile = 16;  // both tiles fit into the first cache
+  constexpr int64_t kTile = 16;  // both tiles fit into the L1 cache
   for (int64_t i0 = 0; i0 < p.rows; i0 += kTile) {
     for (int64_t j0 = 0; j0 < p.columns; j0 += kTile) {
       const int64_t i1 = std::min(i0 + kTile, p.rows), j1 = std::min(j0 + kTile, p.columns);
@@ -40,7 +40,7 @@ void copy_plane(const char* from, char* to, const Plane& p) {
   }
 }
 
-// A dimension with more than one element: its strides in the tensor and in the copy.
+// A dimension with more than one element, and its strides in the tensor and in the copy.
 struct Dim {
   int64_t size, stride, to_stride;
 };

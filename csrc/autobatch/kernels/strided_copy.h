@@ -1,4 +1,5 @@
-// Row-major copies of tensors on a CPU whose last dimension is not dense, such as transposed ones.
+// Makes row-major copies of CPU tensors whose last dimension is not dense, such as transposed
+// tensors.
 #pragma once
 
 #include "autobatch/graph/graph.h"

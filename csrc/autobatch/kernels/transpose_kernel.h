@@ -1,5 +1,6 @@
-// Transposes a matrix, for one CPU capability. Only the source files that are compiled for one
-// capability, with ATen's own macros set, include this file.
+// Transposes a matrix, for one CPU capability. Only kernels_avx2.cpp and kernels_avx512.cpp include
+// this file. Each of these files is compiled for one capability, with ATen's macros for this
+// capability.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>

@@ -8,7 +8,7 @@
 namespace autobatch {
 namespace {
 
-// Depths of the tensors that flushes of this thread's current block made real. The memory of a
+// Depths of the tensors that became real in flushes of this thread's current block. The memory of a
 // freed tensor object is reused for pending tensors only (FromFreeList), so a stale entry is never
 // found for an unrelated tensor.
 thread_local std::unordered_map<const c10::TensorImpl*, uint32_t> known_depths;

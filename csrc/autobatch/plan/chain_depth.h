@@ -1,5 +1,6 @@
-// Length of the longest chain of dependent ops over all flushes of a block (Report::depth). No
-// schedule can run a chain in fewer launches than its length, even if no value is read.
+// Computes the length of the longest chain of dependent ops over all flushes of a block
+// (Report::depth). No schedule can run a chain in fewer launches than its length, even if no value
+// is read.
 #pragma once
 
 #include "autobatch/plan/flush_graph.h"

@@ -75,14 +75,14 @@ class Divider {
     return first_uses_[graph_.members(batch)[i]].batch;
   }
 
-  // Returns false if the batch stays whole. A batch is not divided if no batch reads one of its
-  // results. The user holds this result, so it will soon be copied out of its slab.
+  // Returns false if the batch is not divided. This is the case if no batch reads one of the
+  // results. The user holds such a result, so the result is soon copied out of its slab.
   bool divide(uint32_t b) {
     const BatchRecord& batch = batches_[b];
     const int64_t of_first = bytes(batch, 0);
     const int64_t least = std::max(kLeastPart, batch.count * of_first / kMostParts);
     const bool is_even = graph_.is_even(graph_.members(batch));
-    // Index of the first member, and the batch before which the part runs.
+    // For each part: the index of its first member, and the batch before which the part runs.
     std::vector<std::pair<uint32_t, uint32_t>> parts;
     int64_t size = least;
     for (uint32_t i = 0; i < batch.count; ++i) {
@@ -101,7 +101,7 @@ class Divider {
       BatchRecord part = batch;
       part.first = batch.first + parts[k].first;
       part.count = end - parts[k].first;
-      part.signature = node(part, 0).signature;  // a batch joined by weight has several signatures
+      part.signature = node(part, 0).signature;  // batches merged by weight have several signatures
       part.goes_on = k > 0 && part.signature == node(batch, parts[k].first - 1).signature;
       before_[parts[k].second].push_back(std::move(part));
     }
@@ -135,7 +135,7 @@ class Divider {
   size_t first_batch_;
   std::span<const FirstUse> first_uses_;          // by node
   std::vector<uint32_t> large_;                   // batches to divide
-  std::vector<std::vector<BatchRecord>> before_;  // by batch: parts that run before it
+  std::vector<std::vector<BatchRecord>> before_;  // for each batch: parts that run before it
   std::vector<uint8_t> is_divided_;               // by batch
 };
 

@@ -10,15 +10,17 @@
 namespace autobatch {
 namespace {
 
-// If at least kLeastInstances instances compute equal nodes, an equal node is found before one in
-// kLeastInstances nodes of a signature has been compared. If not, the other nodes of the signature
-// are not compared. So the pass costs little in graphs without equal nodes.
+// The pass first compares a part of the nodes of a signature: 1/kLeastInstances of the nodes, and
+// at least kLeastCompared nodes. If no two of these nodes are equal, the other nodes of the
+// signature are not compared, so the pass costs little in graphs without equal nodes. If at least
+// kLeastInstances instances compute equal nodes, the first comparisons find some of these nodes.
 constexpr uint32_t kLeastInstances = 4;
 constexpr uint32_t kLeastCompared = 8;
-// After kTrial comparisons, at least one in kLeastShare nodes must have an equal node.
+// After kTrial comparisons, the pass continues only if at least one in kLeastShare compared nodes
+// has an equal node.
 constexpr uint32_t kTrial = 256;
 constexpr uint32_t kLeastShare = 8;
-// The products of a signature are divided among at most kMostMatrices matrices, each with at least
+// The products of a signature are grouped by at most kMostMatrices matrices, each with at least
 // kLeastReaders products.
 constexpr uint32_t kMostMatrices = 8;
 constexpr uint32_t kLeastReaders = 4;
@@ -75,8 +77,8 @@ class Eliminator {
     const uint32_t equal = find_or_add(number);
     if (equal == number) return;
     ++kind.found;
-    // Equal factories stay, because their results are often the first of many states. A batch reads
-    // the states of all instances in place only if they are adjacent in memory.
+    // Equal factory ops (such as `zeros`) are kept, because their results are often initial states.
+    // A batch reads the states of all instances in place only if the states are adjacent in memory.
     if (node.num_operands == 0) {
       equal_factory_[number] = equal;
     } else {
@@ -84,14 +86,14 @@ class Eliminator {
     }
   }
 
-  // Whether the node depends only on graph inputs, through nodes that are compared too.
+  // Whether the node depends only on graph inputs, directly or through other compared nodes.
   bool reads_constants(uint32_t number) const {
     return std::ranges::all_of(graph_.producers(number),
                                [&](uint32_t producer) { return is_constant_[producer] != 0; });
   }
 
   // Whether gradients of the results have a lower precision than the gradients of the operands
-  // (`w.half()`). Eager sums the gradients of the instances in the higher precision.
+  // (`w.half()`). Eager mode sums the gradients of the instances in the higher precision.
   bool narrows(const Node& node) const {
     const Value& result = tape_.values[node.first_value];
     return std::ranges::any_of(tape_.operands_of(node), [&](ValueId id) {
@@ -125,8 +127,8 @@ class Eliminator {
     return graph_.first_value(equal_factory_[number]) + base.index;
   }
 
-  // Returns the first graph input with the memory of `input`. Without grad mode, a view of a
-  // parameter (`w.t()`) is a new tensor in each instance.
+  // Returns the first graph input that has the same memory as `input`. Without grad mode, a view of
+  // a parameter (`w.t()`) is a new tensor in each instance.
   ValueId same_memory(ValueId input) {
     const void* memory = memory_of(input);
     if (memory == nullptr) return input;
@@ -166,7 +168,7 @@ class Eliminator {
     if (graph_.signature(a) != graph_.signature(b)) return false;
     const Node &x = tape_.nodes[graph_.id(a)], &y = tape_.nodes[graph_.id(b)];
     if (x.num_operands != y.num_operands || x.num_values != y.num_values) return false;
-    for (uint32_t k = 0; k < x.num_values; ++k) {  // a signature may leave sizes out
+    for (uint32_t k = 0; k < x.num_values; ++k) {  // a signature may lack some sizes
       const Value &p = tape_.values[x.first_value + k], &q = tape_.values[y.first_value + k];
       if (p.geometry != q.geometry || p.requires_grad != q.requires_grad) return false;
     }
@@ -198,7 +200,7 @@ class Eliminator {
     }
   }
 
-  // Makes the result `id` and its views views of `base`.
+  // Turns the result `id` and its views into views of `base`.
   void make_view(ValueId id, ValueId base) {
     Value& of = tape_.values[base];
     ValueId last = id;
@@ -212,7 +214,7 @@ class Eliminator {
     join_uses(tape_.values[id].uses, of.uses);
   }
 
-  // Appends the reads of one base to those of another.
+  // Moves the reads in the list `from` to the list `to`.
   void join_uses(uint32_t& from, uint32_t& to) {
     if (from == kNone || from == kReleased || to == kReleased) return;
     uint32_t last = from;
@@ -226,7 +228,7 @@ class Eliminator {
     struct Matrix {
       uint32_t readers = 0, number = 0;
     };
-    std::vector<uint64_t> matrix_of(graph_.size(), 0);  // by node number: a key of `matrices`, or 0
+    std::vector<uint64_t> matrix_of(graph_.size(), 0);  // for each node: a key of `matrices`, or 0
     std::vector<uint32_t> products(kinds_.size(), 0), numbered(kinds_.size(), 0);
     ska::flat_hash_map<uint64_t, Matrix> matrices;
     for (uint32_t number = 0; number < graph_.size(); ++number) {
@@ -279,15 +281,15 @@ class Eliminator {
   const FlushGraph& graph_;
   SignatureTable& signatures_;
   std::vector<Kind> kinds_;           // by signature
-  std::vector<uint8_t> is_constant_;  // by node number: compared, and perhaps removed
-  // By node number: for a factory, the first equal factory, or kNone.
+  std::vector<uint8_t> is_constant_;  // for each node: whether it was compared
+  // For each node that is a factory op: the first equal factory op, or kNone.
   std::vector<uint32_t> equal_factory_;
-  // The compared nodes that remain, by hash: the last one. `next_` is the previous one with the
-  // same hash, by node number.
+  // The remaining compared nodes, as a linked list for each hash. `heads_`: the last node with the
+  // hash. `next_`: for each node, the previous node with the same hash.
   ska::flat_hash_map<size_t, uint32_t> heads_;
   std::vector<uint32_t> next_;
   bool needs_grad_ = false;                        // of the node that is compared
-  ska::flat_hash_map<size_t, ValueId> by_memory_;  // by hash: the first graph input
+  ska::flat_hash_map<size_t, ValueId> by_memory_;  // for each hash: the first graph input
   size_t num_removed_ = 0;
 };
 

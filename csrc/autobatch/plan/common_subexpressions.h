@@ -1,8 +1,8 @@
-// Common subexpression elimination. Programs often compute functions of their parameters again for
+// Common subexpression elimination. User code often computes functions of the parameters again for
 // each example: weight normalization, a softmax over weights, the product of two low-rank factors,
 // a relative position bias. The pass keeps one of the equal nodes and removes the others. Ops that
 // read a removed node then read the kept node. So all examples share one matrix, as in hand-batched
-// code, and a rule can multiply all examples by it in one product.
+// code, and a rule can multiply all examples by this matrix in one product.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -10,13 +10,13 @@
 
 namespace autobatch {
 
-// Runs before scheduling. Two nodes are equal if they have one signature and equal operands. Equal
-// operands are the same regions of graph inputs or of results of equal nodes. The results of a
-// removed node become views of the results of the remaining node. A node stays if the user holds a
-// result, if a later flush reads a result, or if the op is random. Products and convolutions by a
-// remaining node (Rule::gains_if_shared) get a separate signature, so that all members of a batch
-// read one matrix (BatchView::shared). Does not update `graph`. Returns the number of removed
-// nodes.
+// Runs before scheduling. Two nodes are equal if they have the same signature and equal operands.
+// Equal operands are the same regions of graph inputs or of results of equal nodes. The results of
+// a removed node become views of the results of the remaining node. A node is not removed if the
+// user holds a result, if a later flush reads a result, or if the op is random. Products and
+// convolutions with a result of a remaining node (Rule::gains_if_shared) get a separate signature,
+// so that all members of a batch read one matrix (BatchView::shared). Does not update `graph`.
+// Returns the number of removed nodes.
 size_t eliminate_common_subexpressions(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 
 }  // namespace autobatch

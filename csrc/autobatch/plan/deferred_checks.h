@@ -35,8 +35,8 @@ class DeferredChecks {
   using Owner = uint64_t;
 
   enum class Which : uint8_t { kNone, kOfPyTorch, kAll };
-  // Sets which checks are deferred: none, those in PyTorch's own code, or all. `host` is an object
-  // of the host that is kept until clear().
+  // Sets which checks are deferred: no checks, only checks in PyTorch's own code, or all checks.
+  // `host` is an object of the host that is kept until clear().
   void begin(Which which, std::shared_ptr<void> host) {
     which_ = which;
     host_ = std::move(host);
@@ -48,7 +48,7 @@ class DeferredChecks {
     all_.push_back({asked, expected, owner, std::move(check), nullptr});
     ++waiting_;
   }
-  // Whether some check waits for its value. False after each flush on the scope's thread.
+  // Whether some check waits for its value. Returns false after each flush on the scope's thread.
   bool any_waiting() const { return waiting_ > 0; }
   bool is_empty() const { return all_.empty(); }
   AUTOBATCH_INTERNAL bool any_waiting(Owner owner) const;
@@ -63,8 +63,8 @@ class DeferredChecks {
   bool settle(const Find& find, const CauseOf& cause_of);
 
   // Returns the exception of the owner's first failed check, or null if none failed. A failed check
-  // stays until drop() or clear(), because the user's code may catch the exception in a place where
-  // eager mode would not have raised it.
+  // is kept until drop() or clear(), because the user's code may catch the exception in a place
+  // where eager mode would not have raised it.
   std::exception_ptr failure_of(Owner owner);
   bool has_failed(Owner owner) const;
   AUTOBATCH_INTERNAL void drop(Owner owner);
@@ -78,7 +78,7 @@ class DeferredChecks {
     bool expected;
     Owner owner;
     std::unique_ptr<Check> check;
-    std::exception_ptr lost;  // why the value was lost; null if it was not
+    std::exception_ptr lost;  // why the value was lost; null if it was not lost
     State state = State::kWaits;
   };
   static void settle(Item& item, const Find& find, const CauseOf& cause_of);

@@ -107,7 +107,7 @@ void FlushGraph::add_kind(Signature* signature, uint32_t num_results) {
   kinds_.push_back({signature, num_results, first_extent_ - num_results});
 }
 
-// Renumbers nodes, signatures and inputs from the first node of the graph on.
+// Renumbers nodes, signatures and inputs, so that the first node of the graph has number 0.
 void FlushGraph::finish() {
   const uint32_t unused = *input_begin_;
   std::vector<uint32_t> rank(kinds_.size(), kNone);
@@ -152,9 +152,10 @@ void FlushGraph::describe_kinds() {
   }
 }
 
-// Nodes move to the front of node_memory_. Signatures and inputs are written to new arrays.
+// Moves nodes to the front of node_memory_. Writes signatures and inputs to new arrays.
 void FlushGraph::merge(std::span<const Merge> merges) {
-  // By node: first the node's merge; after the node has been handled, its new number.
+  // For each node: the index of the node's merge. After the loop below has handled a node, the
+  // entry contains the node's new number.
   const auto merge_of = pooled_array<uint32_t>(size_);
   std::fill_n(merge_of.get(), size_, kNone);
   for (uint32_t m = 0; m < merges.size(); ++m) merge_of[merges[m].merged] = m;
@@ -221,7 +222,7 @@ void FlushGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* me
   std::ranges::stable_sort(earlier_, {}, &EarlierRead::reader);
 }
 
-void FlushGraph::forget_kinds() {  // signatures outlive the flush, even a failed one
+void FlushGraph::forget_kinds() {  // signatures outlive the flush, even if it fails
   for (const Kind& kind : kinds_) kind.signature->local = kNone;
 }
 
@@ -255,7 +256,7 @@ BoundInput FlushGraph::take_bound_input() {
 }
 
 void FlushGraph::append_order(std::vector<NodeId>& order) const {
-  // The order of an open record grows with each read.
+  // Reserves memory only once, because the order of an open record grows with each read.
   if (order.empty()) order.reserve(order_.size());
   for (const uint32_t number : order_) order.push_back(nodes_[number].id);
 }

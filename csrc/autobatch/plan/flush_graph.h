@@ -1,8 +1,8 @@
 // The nodes that a flush runs, with all data that scheduling, member ordering and memory planning
-// need. Scheduling and planning visit nodes in schedule order, but in this order nodes and values
-// are scattered over the tape. Therefore a single pass copies the data into contiguous arrays. The
-// nodes are numbered without gaps, in capture order. While the FlushGraph exists, Node::number is
-// this number.
+// need. Scheduling and planning visit nodes in schedule order, but the tape has nodes and values in
+// capture order. Therefore a single pass copies the data into contiguous arrays. The nodes are
+// numbered without gaps, in capture order. While the FlushGraph exists, Node::number is this
+// number.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"
@@ -40,7 +40,7 @@ class FlushGraph {
   struct Kind {
     Signature* signature = nullptr;
     uint32_t num_results = 0;
-    uint32_t first_extent = 0;  // first extent of one of the nodes, into extents_
+    uint32_t first_extent = 0;  // index in extents_ of the first extent of one node
     bool is_uniform = true;     // result k has the same extent in all nodes, for each k
     bool needs_grad = false;    // some result of some node requires grad
   };
@@ -51,8 +51,8 @@ class FlushGraph {
   FlushGraph& operator=(const FlushGraph&) = delete;
 
   // Builds the graph of the nodes in `nodes` (in capture order) on which `results` depend. If
-  // `results` is null, takes all of `nodes` that are not gone. May be called again after operands
-  // of nodes have changed. Sets Signature::local while the graph exists.
+  // `results` is null, takes all of `nodes` whose state is not kGone. May be called again after
+  // operands of nodes have changed. Sets Signature::local while the graph exists.
   void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 
   // The operand of `reader` that is the result of `merged` is replaced by the operands of `merged`.
@@ -68,7 +68,7 @@ class FlushGraph {
 
   uint32_t size() const { return size_; }
   NodeId id(uint32_t number) const { return nodes_[number].id; }
-  // Returns the number of a node; kNone if it is not in the graph.
+  // Returns the number of a node, or kNone if the node is not in the graph.
   uint32_t number(NodeId id) const { return tape_->nodes[id].number; }
   const std::vector<Kind>& kinds() const { return kinds_; }
   uint32_t signature(uint32_t number) const { return signature_[number]; }

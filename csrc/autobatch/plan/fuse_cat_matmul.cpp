@@ -44,8 +44,8 @@ class CatMatmulFuser {
     return tape_.values[operand(node, slot)];
   }
 
-  // Finds the signatures of products. Returns false if the graph has no `cat`. A product that an
-  // earlier, failed flush has fused already is skipped.
+  // Finds the signatures of products. Returns false if the graph has no `cat`. Skips products that
+  // were fused by an earlier flush that failed.
   bool find_kinds() {
     bool has_cat = false;
     for (const FlushGraph::Kind& kind : graph_.kinds()) {
@@ -59,8 +59,8 @@ class CatMatmulFuser {
     return has_cat;
   }
 
-  // Whether the node is a product W x of two matrices and W is trained. In most cases, a W that is
-  // not trained is the data of one instance.
+  // Whether the node is a product W x of two matrices and W is trained. A W that is not trained is
+  // usually the data of one instance.
   bool is_product(NodeId id) const {
     const Value& w = operand_value(id, 0);
     return tape_.values[w.base].is_graph_input() && w.requires_grad && is_by_row(w) &&
@@ -70,7 +70,7 @@ class CatMatmulFuser {
   // Whether the `cat` joins computed matrices along the rows, in a layout that the kernel reads.
   // All matrices must have the same number of rows, because kernels are compiled for that number.
   // Graph inputs are excluded, because user code may write to their memory before backward. In
-  // eager such a write is not an error, because `cat` makes a copy.
+  // eager mode such a write is not an error, because `cat` makes a copy.
   bool joins_rows(NodeId cat) const {
     const int64_t dim = tape_.nodes[cat].signature->arguments[1].toInt();
     if (dim != 0 && dim != -2) return false;

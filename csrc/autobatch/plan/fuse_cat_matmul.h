@@ -1,5 +1,5 @@
-// Fuses matmul(weight, cat(pieces)) along the rows: W [A; B] = W1 A + W2 B, so that neither [A; B]
-// nor its gradient is materialized.
+// Fuses matmul(weight, cat(pieces)) along the rows: W [A; B] = W1 A + W2 B. The matrix [A; B] and
+// its gradient are then not stored in memory.
 #pragma once
 
 #include "autobatch/graph/signature.h"

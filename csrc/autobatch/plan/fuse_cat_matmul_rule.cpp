@@ -68,7 +68,7 @@ class CatProductRule final : public Rule {
     return batch.tape().operands_of(batch.node(member)).slice(1);
   }
 
-  // Describes the product out = x matrix, or out += x matrix if `adds`.
+  // Describes the product out = x matrix, or out += x matrix if `adds` is true.
   static MultiplyBlock product(const Rows& x, int64_t depth, const Rows& matrix, const Region& out,
                                bool adds) {
     const Geometry& g = *out.geometry;

@@ -29,8 +29,8 @@ class SharedInputFuser {
   }
 
  private:
-  // Siblings have the same x and rule. Either all or none have a bias, and either all or none of
-  // their results require grad.
+  // Siblings have the same x and rule. Either all siblings or no siblings have a bias. Either all
+  // or none of their results require grad.
   using Kind = std::tuple<ValueId, const Rule*, bool, bool>;
 
   void find_groups() {
@@ -72,7 +72,7 @@ class SharedInputFuser {
     return base.is_graph_input() && subgraph_.is_weight[base.index] != 0;
   }
 
-  // Computes for each value the results of the cell whose gradients flow to it.
+  // For each value, finds the results of the cell whose gradients flow to this value.
   void find_reaching() {
     reaching_.assign(tape_.values.size(), 0);
     for (size_t k = 0; k < subgraph_.results.size(); ++k) {
@@ -161,7 +161,7 @@ class SharedInputFuser {
     sibling.results = reaching_[product.first_value];
     sibling.by_row = *weight_is_by_row(*product.signature->rule);
     ValueId weight = operands[1];
-    // WeightGradTerm collects only products with a weight itself, not with a view of it.
+    // WeightGradTerm collects products with a weight itself, but not with a view of the weight.
     if (is_transposed(tape_, weight)) {
       weight = tape_.values[weight].base;
       sibling.by_row = !sibling.by_row;
@@ -174,7 +174,8 @@ class SharedInputFuser {
     return sibling;
   }
 
-  // Makes the result of a product, and its views, views of the fused result `whole`.
+  // Turns the result of a product and the views of this result into views of `whole`, the fused
+  // result.
   void make_part(ValueId result, ValueId whole, int64_t first) {
     for (Value& value : tape_.values) {
       if (value.base != result) continue;

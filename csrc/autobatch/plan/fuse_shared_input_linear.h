@@ -12,8 +12,8 @@ namespace autobatch {
 
 // One of the fused products.
 struct Sibling {
-  int64_t first = 0, width = 0;  // its columns in the fused result
-  size_t weight = 0, bias = 0;   // operand slots; bias 0: no bias
+  int64_t first = 0, width = 0;  // the product's columns in the fused result
+  size_t weight = 0, bias = 0;   // operand slots; `bias` is 0 without a bias
   bool by_row = true;            // true: the weight is [N, K]; false: [K, N]
   // Bit k is set if the gradient of the subgraph's result k flows to this product.
   uint8_t results = 0;

@@ -101,8 +101,8 @@ class SiblingsRule final : public Rule {
     return s.by_row ? w : w.t();
   }
 
-  // Returns the concatenated weights, or null where separate products are faster. Backward passes
-  // `biases` as false, since it does not read them.
+  // Returns the concatenated weights, or null if separate products are faster. Backward passes
+  // `biases` as false, because the backward computation does not read biases.
   const WeightCopies::Joined* join(BatchView& batch, bool biases) const {
     WeightCopies* all = batch.store().copies;
     const auto size = static_cast<int64_t>(c10::elementSize(batch.operand_value(0, 0).dtype));

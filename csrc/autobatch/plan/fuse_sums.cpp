@@ -10,8 +10,8 @@
 namespace autobatch {
 namespace {
 
-// Minimum number of terms of a fused sum other than a sum of lookups. The operands of shorter sums
-// are often contiguous without the fusion.
+// Minimum number of terms of a fused sum. A sum of lookups may have fewer terms. The operands of
+// other shorter sums are often contiguous without the fusion.
 constexpr size_t kLeastTerms = 4;
 
 class SumFuser {
@@ -32,7 +32,7 @@ class SumFuser {
 
  private:
   void find_additions() {
-    std::vector<uint8_t> may_add;  // by kind: number of operands of an addition, else 0
+    std::vector<uint8_t> may_add;  // for each kind: number of operands of an addition, or 0
     bool any = false;
     for (const FlushGraph::Kind& kind : graph_.kinds()) {
       may_add.push_back(adds(*kind.signature) ? kind.signature->slots.size() : 0);
@@ -71,8 +71,8 @@ class SumFuser {
     return most >= kLeastTerms;
   }
 
-  // Returns the number of terms of the value `id` as a sum, at most kLeastTerms. Returns 0 if no
-  // addition of this graph computes the value.
+  // Returns the number of terms of the sum that computes the value `id`, at most kLeastTerms.
+  // Returns 0 if no addition of this graph computes the value.
   uint8_t terms_of(ValueId id) const {
     const NodeId producer = tape_.values[id].node;
     const uint32_t number = producer == kNone ? kNone : graph_.number(producer);
@@ -98,8 +98,8 @@ class SumFuser {
     return true;
   }
 
-  // Whether the signature is of `x + y` or `x + 0`. A sum that an earlier, failed flush has fused
-  // already is skipped.
+  // Whether the signature is of `x + y` or `x + 0`. Returns false for sums that were fused by an
+  // earlier flush that failed.
   static bool adds(const Signature& signature) {
     if (signature.rule == &sum_rule()) return false;
     const std::string& op = signature.op->name;
@@ -152,7 +152,7 @@ class SumFuser {
     sum.num_operands = static_cast<uint32_t>(tape_.operands.size()) - first;
   }
 
-  // Finds the terms of the sum that ends in `root`, and the other additions in it.
+  // Finds the terms of the sum that ends in `root`, and the other additions of this sum.
   void find_terms(const Node& root) {
     terms_of_sum_.clear();
     parts_.clear();
@@ -173,8 +173,8 @@ class SumFuser {
 
   const Node& node_of(ValueId id) const { return tape_.nodes[tape_.values[id].node]; }
 
-  // Whether all terms are rows of one matrix that nodes of one signature look up, and have no other
-  // reader.
+  // Whether all terms are rows of one matrix. The rows must be looked up by nodes of one signature,
+  // and only this sum may read the results of these nodes.
   bool are_lookups(const Node& root) {
     const Node* first = nullptr;
     for (ValueId id : terms_of_sum_) {
@@ -206,7 +206,7 @@ class SumFuser {
     }
   }
 
-  // Returns the signature of a sum like `node`, run by `rule`. Errors and reports name the op and
+  // Returns the signature of sums like `node` that `rule` runs. Errors and reports name the op and
   // site of `op`.
   Signature* signature_of(const Node& node, const Rule& rule, const Signature& op) {
     const Value& result = tape_.values[node.first_value];
@@ -227,14 +227,14 @@ class SumFuser {
   Tape& tape_;
   const FlushGraph& graph_;
   SignatureTable& signatures_;
-  // By node number: number of terms of an addition, kLeastTerms at most.
+  // For each node: the number of terms of an addition, at most kLeastTerms.
   std::vector<uint8_t> terms_;
   std::vector<NodeId> additions_;
-  // By node number: whether the node is part of a sum that ends in another node.
+  // For each node: whether the node is part of a sum that ends in another node.
   std::vector<uint8_t> is_inner_;
   std::optional<ReaderCounts> readers_;
   size_t most_terms_ = 0;
-  size_t num_sums_ = 0;  // fused so far
+  size_t num_sums_ = 0;  // number of sums fused so far
   // Results and stack of the last call of find_terms().
   std::vector<ValueId> terms_of_sum_, stack_;
   std::vector<NodeId> parts_;

@@ -15,9 +15,9 @@ namespace autobatch {
 // become part of the sum. Does not update `graph`. Returns the number of sums.
 size_t fuse_sums(Tape& tape, const FlushGraph& graph, SignatureTable& signatures);
 
-// The sum of terms. The operands are the terms. All terms of a node have one size.
+// The rule for a sum of terms. The operands are the terms. All terms of a node have one size.
 const Rule& sum_rule();
-// The sum of rows of one matrix, without copies of the rows, like embedding_bag.
+// The rule for a sum of rows of one matrix. Like embedding_bag, the rule does not copy the rows.
 const Rule& lookup_sum_rule();
 // Whether results of this signature can be terms of lookup_sum_rule().
 bool sums_lookups(const Signature& signature);

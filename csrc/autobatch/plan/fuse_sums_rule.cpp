@@ -149,7 +149,7 @@ class LookupSumRule final : public Rule {
       gather_into(each, indices);
     }
     Tensor indices;
-    Counts counts;     // by member: number of terms
+    Counts counts;     // for each member: number of terms
     int64_t rows = 0;  // rows that each term looks up
   };
 };

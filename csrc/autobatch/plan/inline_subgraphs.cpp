@@ -9,8 +9,8 @@
 namespace autobatch {
 namespace {
 
-// Whether the user holds a result of a subgraph from which another result is computed. The gradient
-// of the held result must then be kept apart from the gradient of the other result.
+// Whether the user holds a result of a subgraph from which another result is computed. If so, the
+// gradient of the held result must be separate from the gradient of the other result.
 bool must_unfold(const Tape& tape, const Value& value) {
   if (value.tensor == nullptr || value.is_graph_input() || !value.requires_grad) return false;
   const Subgraph* subgraph = tape.nodes[value.node].signature->rule->subgraph();
@@ -56,7 +56,7 @@ class Unfolder {
  private:
   // Whether the value belongs to a node that a split has removed (split_graph.cpp). The split
   // turned the results that other nodes read into graph inputs. Nothing reads the remaining results
-  // or views of them.
+  // or their views.
   bool is_left_behind(const Value& value) const {
     if (value.is_graph_input()) return false;
     const Node& node = old_.nodes[value.node];
@@ -171,7 +171,7 @@ class Unfolder {
   std::vector<uint8_t> unfolds_;  // by old node
   Tape new_;
   std::vector<ValueId> number_;      // by old value
-  std::vector<NodeId> node_before_;  // by old node: number of new nodes made before it
+  std::vector<NodeId> node_before_;  // for each old node: number of new nodes made before it
 };
 
 }  // namespace

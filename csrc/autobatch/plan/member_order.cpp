@@ -14,12 +14,13 @@ class Orderer {
  public:
   Orderer(FlushGraph& graph, bool sorts) : graph_(graph), sorts_(sorts), first_use_(graph.size()) {}
 
-  // Must be called for the last batch first, so that the readers of a result are already ordered.
+  // Must be called for the batches in reverse order, so that the readers of a result are already
+  // ordered.
   void order(const BatchRecord& batch, uint32_t b) {
     const std::span<uint32_t> members = graph_.members(batch);
     size_t first = 0;
     // Members with the same weight are consecutive. In most batches the first and the last member
-    // have the same weight, and therefore all members have it.
+    // have the same weight, so all members have this weight.
     const bool one = signature(members.front()) == signature(members.back());
     for (size_t i = one ? members.size() : 1; i <= members.size(); ++i) {
       if (i < members.size() && signature(members[i]) == signature(members[first])) continue;
@@ -80,7 +81,7 @@ class Orderer {
   }
 
   void note_uses(std::span<const uint32_t> members, const BatchRecord& batch, uint32_t b) {
-    const bool copies = batch.rule->copies_regions();  // reads operands wherever they are
+    const bool copies = batch.rule->copies_regions();  // the rule reads operands at any address
     for (size_t i = members.size(); i-- > 0;) {
       const auto place = batch.first + static_cast<uint32_t>(i);
       for (const uint32_t producer : graph_.producers(members[i])) {

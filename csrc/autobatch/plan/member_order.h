@@ -1,4 +1,4 @@
-// Orders the members of each batch in the order of their readers. The operands of the readers are
+// Sorts the members of each batch in the order of their readers. The operands of the readers are
 // then contiguous and need no gather.
 #pragma once
 
@@ -20,7 +20,7 @@ struct FirstUse {
 
 struct MemberOrder {
   std::vector<FirstUse> first_uses;  // by node number
-  size_t num_sorted = 0;             // number of runs of one weight whose order changed
+  size_t num_sorted = 0;             // number of groups with one weight that were reordered
 };
 
 // Reorders the members within `batches`, the schedule of `graph`. Members with the same weight stay

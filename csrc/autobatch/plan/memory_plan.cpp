@@ -11,8 +11,8 @@
 namespace autobatch {
 namespace {
 
-// Minimum size of the results of a batch that get a separate slab. For smaller results, a separate
-// slab costs more than it saves.
+// Minimum size of a batch's results that get a separate slab. For smaller results, a separate slab
+// costs more than it saves.
 constexpr int64_t kLeastSpan = int64_t{1} << 12;  // bytes
 // Approximate size in bytes of a slab for backward. Backward frees these slabs one by one.
 constexpr int64_t kLeastSaved = int64_t{1} << 16;
@@ -25,7 +25,7 @@ enum class Lifetime : uint8_t {
 
 // Output k of one signature, in all of its batches.
 struct Output {
-  const Value* first = nullptr;  // first result; all have its dtype and device
+  const Value* first = nullptr;  // first result; all results have its dtype and device
   int64_t length = 0;            // elements
   uint32_t batches = 0;
   uint32_t last_span = kNone;
@@ -51,7 +51,7 @@ struct OutputSpan {
 // The memory of a span.
 struct SpanLayout {
   Allocation first;  // of the first result
-  int64_t step = 0;  // elements between consecutive results; -1: their lengths differ
+  int64_t step = 0;  // elements from one result to the next; -1 if the lengths differ
 };
 
 // The spans of a node's results.
@@ -241,8 +241,8 @@ class Placer {
     return length * static_cast<int64_t>(c10::elementSize(output.first->dtype));
   }
 
-  // Whether the span gets a new slab instead of space in the slab `last`. Spans that a batch reads
-  // as one range share a slab.
+  // Whether the span gets a new slab, instead of space in the existing slab `last`. Spans that a
+  // batch reads as one range share a slab.
   bool goes_apart(const Output& output, const OutputSpan& span, Lifetime lifetime,
                   uint32_t last) const {
     if (last == kNone) return true;
@@ -367,7 +367,7 @@ class Placer {
   Tape& tape_;
   const PlacementNeeds& needs_;
   const FlushGraph& graph_;
-  std::span<BatchRecord> batches_;      // to run in this flush
+  std::span<BatchRecord> batches_;      // the batches of this flush
   std::vector<uint32_t> first_output_;  // by signature
   std::vector<Output> outputs_;
   PooledArray<NodeSlot> slots_;       // by number
@@ -377,7 +377,7 @@ class Placer {
   std::array<LastRead, 8> last_reads_;  // by operand slot modulo 8
   // Pairs (batch, span) for which the backward of the batch reads the span.
   std::vector<std::pair<uint32_t, uint32_t>> saved_;
-  // By slab of an earlier flush: the last batch whose backward reads it.
+  // For each slab of an earlier flush: the last batch whose backward reads the slab.
   std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
   uint32_t first_slab_ = 0;
   // Pairs (new slab, last batch that uses it). The batch is kNone if the slab is kept.

@@ -9,11 +9,11 @@ namespace autobatch {
 
 // Inputs of place_values besides the record.
 struct PlacementNeeds {
-  size_t first_batch = 0;  // earlier batches have run already
+  size_t first_batch = 0;  // batches before this one have already run
   const FlushGraph& graph;
   bool keep_all = false;  // slabs are freed only at the end of the flush
-  // The values that tensors hold, possibly with duplicates. May be set only if no later node reads
-  // any result. If null, place_values searches for held values.
+  // The values that tensors hold, possibly with duplicates. May be set only if no node of a later
+  // flush reads a result. If null, place_values searches for held values.
   const std::vector<ValueId>* held = nullptr;
 };
 

@@ -87,7 +87,7 @@ class WeightMerger {
   uint32_t group_ = kNone;          // the group that was last marked in `group_of_`
   uint32_t previous_ = kNone;       // first member of the batch that joined last
   std::vector<uint32_t> group_of_;  // by node number
-  // By signature: the last group with a batch of the signature.
+  // For each signature: the last group with a batch of this signature.
   std::unordered_map<const Signature*, uint32_t> group_with_;
 };
 

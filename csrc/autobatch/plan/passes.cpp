@@ -13,18 +13,19 @@
 namespace autobatch {
 namespace {
 
-// Passes before scheduling, in their order. A short pass can be a function in this file.
+// The passes before scheduling, in the order in which they run. A short pass can be a function in
+// this file.
 struct GraphPass {
   Switch on;
   // Returns the number of rewrites.
   size_t (*run)(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
-  bool needs_rebuild;  // the graph is rebuilt
+  bool needs_rebuild;  // whether the graph is rebuilt after rewrites
 };
 GraphPass graph_passes[] = {
     {{Switch::Kind::kPass, "fuse_sums"},
      [](Tape& t, FlushGraph& g, SignatureTable& s) { return fuse_sums(t, g, s); },
      true},
-    // After fuse_sums, because merged lookups could not become part of a sum.
+    // Runs after fuse_sums, because merged lookups could not become part of a sum.
     {{Switch::Kind::kPass, "common_subexpressions"}, eliminate_common_subexpressions, true},
     {{Switch::Kind::kPass, "fuse_cat_matmul"}, fuse_cat_matmul, false},
 };

@@ -14,8 +14,8 @@ class ReaderCounts {
   ReaderCounts(Tape& tape, const FlushGraph& graph);
 
   // Whether only nodes can read the value. A value is private if a node computes it, it is not a
-  // view, and no tensor of the user and no view refers to it. The program cannot write to a private
-  // value, but it may have written to its memory before (Tape::written_at).
+  // view and has no views, and the user holds no tensor of it. User code cannot write to a private
+  // value, but it may have written to the value's memory before (Tape::written_at).
   bool is_private(ValueId id) const {
     const Value& value = tape_.values[id];
     return !value.is_graph_input() && value.parent == kNone && value.tensor == nullptr &&
@@ -23,8 +23,8 @@ class ReaderCounts {
   }
 
   // Whether the value is private and a single operand reads the results of its node. Operands of
-  // nodes that wait for a later flush count too. A pass that gives this reader another operand may
-  // remove the node.
+  // nodes that wait for a later flush count too. If a pass gives this reader another operand, the
+  // pass may remove the node.
   bool has_single_reader(ValueId id) {
     if (!is_private(id)) return false;
     const uint32_t number = graph_.number(tape_.values[id].node);
@@ -34,7 +34,7 @@ class ReaderCounts {
  private:
   Tape& tape_;
   const FlushGraph& graph_;
-  std::vector<uint32_t> readers_;  // by node number: reads of its results
+  std::vector<uint32_t> readers_;  // for each node: number of reads of its results
 };
 
 // Returns the signature with this key, for fused nodes that run by `rule` in place of nodes like

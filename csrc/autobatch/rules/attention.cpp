@@ -1,7 +1,7 @@
 // Scaled dot product attention over instances of any length. Instances of different lengths form
-// one batch. The batch makes separate calls for each length, on views of the slabs. On a CPU,
-// separate calls take half the time of one call with all members padded to one length. Joining a
-// few members in one call saves almost no time, except for short members.
+// one batch. The batch runs as separate calls for each length, on views of the slabs. On a CPU,
+// separate calls take half the time of one call in which all members are padded to one length. One
+// call for a few members saves almost no time, except for short members.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
@@ -16,15 +16,15 @@ namespace {
 
 using at::Tensor;
 
-// If a query has at most this many elements, a call costs more than a copy of the operands.
+// If a query has at most this number of elements, a call costs more than a copy of the operands.
 constexpr int64_t kSmallQuery = 2048;
 
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // argument and operand numbers
 constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
 
-// Returns the members of each call. A whole group is one call if the call needs no copy of the
-// operands, or if the copy costs less than the calls that it saves. Otherwise each member is a
-// separate call.
+// Returns the members of each call. Members of one size form one call if this needs no copy of the
+// operands, or if the copy costs less than separate calls. Otherwise each member has a separate
+// call.
 std::vector<Members> calls_for(const BatchView& batch) {
   std::vector<Members> calls;
   for (Members& members : groups_of(batch)) {
@@ -58,7 +58,8 @@ Tensor as_numbers(const Tensor& mask, const Tensor& like) {
 }
 
 // Returns the mask of these members, expanded to the `sizes` of the scores, [n, .., Tq, Tk]. The
-// mask operand may have fewer leading dimensions than the scores. Undefined if there is no mask.
+// mask operand may have fewer leading dimensions than the scores. Returns an undefined tensor if
+// there is no mask.
 Tensor mask_of(const BatchView& batch, const Members& members, at::IntArrayRef sizes,
                const Tensor& like) {
   if (!batch.given(kMask)) return {};
@@ -115,7 +116,7 @@ bool mask_requires_grad(const NodeBuilder& builder) {
   return builder.is_tensor(kMask) && builder.operand_value(kMask).requires_grad;
 }
 
-// --- the fused kernel, where eager chooses it ---
+// --- the fused kernel, for calls in which eager uses it ---
 
 // Operands are [N, heads, T, width]. The hidden result is the logsumexp of each row of scores,
 // [N, T, heads].
@@ -174,8 +175,8 @@ class FusedAttentionRule final : public Rule {
   }
 
  private:
-  // Whether eager would choose the fused kernel. Calls PyTorch's own selection function, which
-  // reads metadata only.
+  // Whether eager uses the fused kernel for this call. Calls PyTorch's own selection function,
+  // which reads only metadata.
   static bool eager_fuses(const NodeBuilder& builder) {
     constexpr int64_t kFlash = 1;
     const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
@@ -225,7 +226,7 @@ class PlainAttentionRule final : public Rule {
     const auto scale = scale_of(builder.argument(kScale));
     if (mask_requires_grad(builder) && builder.operand_value(kMask).geometry->overlapping)
       return false;
-    // If the query is neither float nor double, eager computes in a different dtype.
+    // For dtypes other than float and double, eager computes in a different dtype.
     if (q.dtype != at::kFloat && q.dtype != at::kDouble) return false;
     if (!(p >= 0 && p <= 1) || (scale.has_value() && !(*scale >= 0))) return false;
     at::DimVector sizes(q.geometry->sizes.begin(), q.geometry->sizes.end());
@@ -247,7 +248,7 @@ class PlainAttentionRule final : public Rule {
       const Tensor q = operand(batch, members, kQuery);
       const Tensor k = operand(batch, members, kKey);
       const Tensor scores = scores_of(batch, members, q, k);
-      // If a row is fully masked, _safe_softmax gives it zero weights.
+      // If the mask excludes all positions of a row, the weights of the row are 0.
       const Tensor weights =
           batch.given(kMask) ? at::_safe_softmax(scores, -1) : at::_softmax(scores, -1, false);
       put_results(batch, 1, members, weights);
@@ -267,8 +268,8 @@ class PlainAttentionRule final : public Rule {
       }
       const bool adds_to_mask = batch.given(kMask) && batch.needs(kMask);
       if (!batch.needs(kQuery) && !batch.needs(kKey) && !adds_to_mask) continue;
-      // Eager saves scaled copies of query and key, so the check of tensors saved by eager does not
-      // cover writes to the originals.
+      // Eager saves scaled copies of query and key. The check of the tensors that eager saves
+      // therefore does not cover writes to the original query and key.
       if (batch.needs(kQuery)) batch.check_unwritten(kKey);
       if (batch.needs(kKey)) batch.check_unwritten(kQuery);
       Tensor gw = at::bmm(g, operand(batch, members, kValue).mT());
@@ -305,7 +306,7 @@ class PlainAttentionRule final : public Rule {
     return at::full({like.size(-2), like.size(-1)}, -INFINITY, like.options()).triu_(1);
   }
 
-  // Reshapes [n, .., rows, columns] to one batch of matrices, [B, rows, columns].
+  // Reshapes [n, .., rows, columns] to [B, rows, columns].
   static Tensor matrices(const Tensor& t) { return t.reshape({-1, t.size(-2), t.size(-1)}); }
   static Tensor operand(const BatchView& batch, const Members& members, size_t slot) {
     return matrices(stacked_of(batch, slot, members));
@@ -331,8 +332,8 @@ class PlainAttentionRule final : public Rule {
     return at::bmm(q, k.mT()).mul_(scale);
   }
 
-  // Adds the gradient of the mask. `gradient` is the gradient of the scores, [B, Tq, Tk]. The
-  // function sums `gradient` over the dimensions along which the mask is broadcast.
+  // Adds the gradient of the mask. `gradient` is the gradient of the scores, [B, Tq, Tk]. It is
+  // summed over the dimensions along which the mask is broadcast.
   static void add_mask_gradient(BackwardBatch& batch, const Members& members,
                                 const Tensor& gradient) {
     const auto n = static_cast<int64_t>(members.size());
@@ -348,8 +349,8 @@ class PlainAttentionRule final : public Rule {
 
 // --- row-major copies ---
 
-// Runs `x.transpose(0, 1).contiguous()`, and the copy within `reshape`, for instances of any
-// length.
+// Makes a row-major copy, as in `x.transpose(0, 1).contiguous()` or inside `reshape`, for instances
+// of any length.
 class ContiguousRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -380,10 +381,10 @@ class ContiguousRule final : public Rule {
   void backward(BackwardBatch& batch) const override { batch.add(0, batch.grad_flat(0)); }
 
  private:
-  // Returns the dimensions in memory order, without those of size 1. The key contains the memory
-  // order, because copies with different orders occur at different points of a model. If all these
-  // copies had one signature, the policy `agenda` would use a mean depth that is right for none of
-  // them.
+  // Returns the dimensions in memory order, without dimensions of size 1. The key contains the
+  // memory order, because copies with different orders occur at different points of a model. If all
+  // these copies had one signature, the policy `agenda` would use one mean depth for all of them,
+  // which is wrong for each order.
   static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
     c10::SmallVector<size_t, 6> order;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

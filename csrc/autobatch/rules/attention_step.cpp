@@ -25,7 +25,7 @@ int64_t keys_of(const BatchView& batch, int64_t m) {
   return batch.operand_value(m, kKey).geometry->sizes[2];
 }
 
-// An operand or result of shape [N, heads, T, width] in memory.
+// The memory of an operand or a result of shape [N, heads, T, width].
 class Heads {
  public:
   explicit Heads(const Region& region)
@@ -58,8 +58,8 @@ MatrixPlace row_of(const Tensor& scores, int64_t row, int64_t keys) {
 }
 
 // Returns a tensor for the scores, one row for each head of each member, filled with -inf. The
-// length of a row is the largest number of keys in any member. The elements after a member's own
-// keys keep the value -inf, so that their weights are 0.
+// length of a row is the largest number of keys in any member. The elements after the scores of a
+// member's own keys keep the value -inf. Their weights are therefore 0.
 Tensor empty_scores(const Batch& batch, const Members& members) {
   int64_t rows = 0, longest = 0;
   for (const int64_t m : members) {

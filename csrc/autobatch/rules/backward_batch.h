@@ -16,10 +16,10 @@ namespace autobatch {
 // operands of this batch, so the batch accumulates the gradients of the weights.
 class Enclosing {
  public:
-  // Returns where to add the gradient of a graph input that is a weight.
+  // Returns the region that receives the gradient of a graph input. The graph input is a weight.
   virtual Region target(uint32_t graph_input) = 0;
-  // Returns where to add the gradient of member m's graph input, if direct addition is possible.
-  // Otherwise returns a region without a buffer.
+  // Returns the region that receives the gradient of member m's graph input, if the gradient can be
+  // added directly. Otherwise returns a region without a buffer.
   virtual Region member_target(uint32_t graph_input, int64_t m) = 0;
   virtual bool is_weight(uint32_t graph_input) const = 0;
   // Returns a 1-D uninitialized tensor for the gradient of `base` in all members.
@@ -39,15 +39,16 @@ class GradAccumulator {
  public:
   GradAccumulator(FlushRecord& record, BackwardTask& task, uint32_t level)
       : record_(record), task_(task), level_(level) {}
-  // For a subgraph with `count` members: each buffer has a row for each member.
+  // For a subgraph with `count` members. Each buffer has one row for each member.
   GradAccumulator(FlushRecord& record, BackwardTask& task, Enclosing& enclosing, int64_t count)
       : record_(record), task_(task), level_(0), enclosing_(&enclosing), count_(count) {}
 
   bool wanted(ValueId id) const;
-  // Returns the gradient region of `id`, zero-filled if new, and marks `id` reached.
+  // Returns the gradient region of `id` and marks `id` as reached. A new region is filled with
+  // zeros.
   Region target(ValueId id) { return resolve(id, record_.cut(id), false); }
   // Like target, but for scatter_add and add_regions, which accept `fresh` regions. The returned
-  // region is `fresh` if it is the region of a whole result and nothing was written to it. The
+  // region is `fresh` if it is the region of a whole result and nothing has been written to it. The
   // caller must write to the region before any other request for the same value.
   Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
   // Whether target_to_add would return a `fresh` region.
@@ -62,39 +63,41 @@ class GradAccumulator {
   Region gradient(ValueId id) const;
   BackwardTask& task() { return task_; }
   Enclosing* enclosing() { return enclosing_; }
-  // Returns the buffer of a computed result's gradient, zero-filled if no gradient has arrived.
+  // Returns the buffer of a computed result's gradient. The buffer contains zeros if no gradient
+  // has arrived.
   at::Tensor& buffer(ValueId base);
-  // Fills the gradients of these nodes' results with zeros where no gradient has arrived. Must be
-  // called before the gradients are read.
+  // Fills the gradients of the results of these nodes with zeros if no gradient has arrived. Must
+  // be called before the gradients are read.
   void complete(std::span<const NodeId> nodes);
-  // Marks the value's node as reached by a gradient that was not written through target().
+  // Marks the value's node as reached. Used if the gradient was not written through target().
   void mark_reached(const Value& value);
-  // In a subgraph: if the gradient of `id` is the first in its tile (Partition), returns where to
-  // write it, and marks `id` reached. Otherwise returns a region without a buffer.
+  // In a subgraph: if the gradient of `id` is the first in its tile (Partition), returns the region
+  // to write the gradient to, and marks `id` as reached. Otherwise returns a region without a
+  // buffer.
   Region fresh(ValueId id);
   // In a subgraph, for an operand that is the whole of its base: returns the undefined buffer of
-  // the operand's gradient, and marks `id` reached. A gradient tensor can then become the buffer.
-  // Returns null if a gradient has already arrived.
+  // the operand's gradient, and marks `id` as reached. The caller can make a gradient tensor the
+  // buffer. Returns null if a gradient has already arrived.
   at::Tensor* untouched(ValueId id);
-  // Returns the undefined buffer of the gradient of a whole graph input, for the caller to allocate
-  // and fill. Null if a gradient has already arrived.
+  // Returns the undefined buffer of the gradient of a whole graph input. The caller must allocate
+  // and fill the buffer. Returns null if a gradient has already arrived.
   at::Tensor* untouched_graph_input(ValueId id);
-  // Fills with zeros the tiles of `base` that nothing was written to. Must be called before the
-  // gradient of `base` is read as a whole.
+  // Fills the unwritten tiles of `base` with zeros. Must be called before the gradient of `base` is
+  // read as a whole.
   void fill_rest(ValueId base);
   // Whether the gradient of `id` has a single contribution.
   bool is_alone(ValueId id) const;
   // Returns the distance in elements between the gradients of consecutive members of a subgraph.
   int64_t step(ValueId id) const;
-  // In a subgraph: returns the buffer of the gradient of a result or an operand. Undefined if no
-  // gradient has arrived.
+  // In a subgraph: returns the buffer of the gradient of a result or an operand. The buffer is
+  // undefined if no gradient has arrived.
   at::Tensor& gradient_of_base(ValueId base);
 
  private:
   Region resolve(ValueId id, ValueId cut, bool may_be_fresh);
   Region begin(ValueId id, bool may_be_fresh);
   at::Tensor& export_gradient(uint32_t index);
-  // On a device: zero-fills all exports of the level with this dtype by one call.
+  // On a device: fills all exports of the level that have this dtype with zeros, in one call.
   void make_export_zeros(const Value& like);
   void clear(ValueId base);
   void fill_before_adding(ValueId id);
@@ -125,8 +128,8 @@ class BackwardBatch final : public BatchView {
   // goes through the result's autograd node.
   void add_to_result(size_t k, const at::Tensor& gradient);
 
-  // Whether this object contains all members of the batch. If so, backward can use all of the data
-  // that forward kept, without a selection of rows.
+  // Whether this object contains all members of the batch. If so, backward can use the data that
+  // forward kept without selecting rows.
   bool complete() const { return members_.size() == record_.count; }
   // Bit k is set if a gradient has reached result k of member m. Bit 7 represents result 7 and all
   // later results.
@@ -137,8 +140,8 @@ class BackwardBatch final : public BatchView {
   // Returns the positions of these members among all members of the batch.
   std::vector<int64_t> positions() const;
 
-  // Raises eager's error if an operand no longer has the content that forward read. Call before
-  // operands are read again.
+  // Raises eager's error if an operand was written to after forward read it. Call this function
+  // before operands are read again.
   void check_unwritten() const;
   // Like check_unwritten(), but checks only one operand. If eager saves the operand only for some
   // instances, call this function immediately before the operand is read.
@@ -148,33 +151,33 @@ class BackwardBatch final : public BatchView {
   at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
   at::Tensor result_rows(size_t k, int64_t width) { return rows_of(located_results(k), width); }
   at::Tensor result_flat(size_t k) { return flat_of(located_results(k)); }
-  // Return gradients of the results, or zeros if no gradient has arrived.
+  // Return the gradients of the results. A gradient that has not arrived is zero.
   at::Tensor grad_stacked(size_t k) { return stacked_of(located_gradients(k)); }
   at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(located_gradients(k), width); }
   at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
 
-  // Whether all members read the same region and add the operand's gradient to the same region. A
-  // detached operand and the original tensor share memory, but have separate gradients.
+  // Whether all members read the same region in this operand and add its gradient to the same
+  // region. A detached operand and the original tensor share memory, but have separate gradients.
   bool shared(size_t slot) override;
-  // Whether a gradient is wanted for the operand of any member.
+  // Whether the operand of any member needs a gradient.
   bool needs(size_t slot);
 
   // Adds a gradient of shape [n, *sizes], or of any shape with the same elements in the same order.
-  // A gradient tensor without other owners may become the buffer itself.
+  // A gradient tensor without other owners may become the gradient's buffer, without a copy.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // Calls `compute` with a tensor of shape `sizes`, to which `compute` must write the gradient. The
-  // tensor has the elements of [n, *operand sizes] in the same order. If the gradient is the first
-  // one and the members' regions are adjacent, the tensor is the final memory of the gradient.
-  // Otherwise the tensor is temporary and is added to the gradient.
+  // Calls `compute` with a tensor of shape `sizes`. `compute` must write the gradient to this
+  // tensor. The tensor has the elements of [n, *operand sizes] in the same order. If the gradient
+  // is the first one and the members' regions are adjacent, the tensor is the final memory of the
+  // gradient. Otherwise the tensor is temporary and is added to the gradient.
   void add_computed(size_t slot, at::IntArrayRef sizes,
                     c10::function_ref<void(at::Tensor&)> compute);
   // Returns the memory for the gradient, [n, *sizes], if the gradient is the first one and the
   // members' regions are adjacent. Otherwise returns an undefined tensor, and the caller must call
   // `add`. The caller must fill the whole returned tensor.
   at::Tensor fresh(size_t slot);
-  // Like `add`, for an op that passes the gradient of a result on unchanged. The gradients of the
-  // operand and of the result may share memory.
+  // Like `add`, for an op whose operand gets the unchanged gradient of a result. The gradients of
+  // the operand and of the result may then share memory.
   void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds a gradient [*sizes] that the caller has summed over the members.
   void add_single(size_t slot, const at::Tensor& gradient);
@@ -183,11 +186,11 @@ class BackwardBatch final : public BatchView {
   // run_levels ends.
   void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
 
-  // For operands that forward repeated to the number of elements of their result. Sums the
-  // gradients of the repetitions.
+  // For an operand that forward repeated to the size of its result. Sums the gradients of the
+  // repetitions and adds the sum.
   void add_repeated(size_t slot, const at::Tensor& gradient);
-  // For a shared matrix in which forward looked up rows. Adds `rows` to the gradient, like
-  // index_add_rows.
+  // Adds `rows` to the gradient of a shared matrix in which forward looked up rows. The parameters
+  // are those of index_add_rows.
   void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip,
                 at::IntArrayRef times = {});
 

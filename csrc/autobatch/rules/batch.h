@@ -39,20 +39,20 @@ struct Store {
   std::vector<int64_t> grad_lengths;
   // For each batch to be run: the slabs that are released after the batch.
   std::vector<std::vector<uint32_t>> last_use;
-  // Slabs with results that tensors or later nodes refer to. If no backward reads a held slab, the
-  // slab is released when all tensors that refer to its results have copies. It is also released
-  // when nothing refers to its results any more.
+  // Slabs with results that tensors or later nodes refer to. A held slab that no backward reads is
+  // released when all tensors that refer to its results have copies. It is also released when
+  // nothing refers to its results any more.
   std::vector<uint32_t> held;
   std::vector<uint32_t> holders;  // by slab: number of results in it that may still be referred to
   std::vector<uint32_t> savers;   // by slab: number of batches that will read it in backward
   // In a subgraph, by base: the distance in elements between the values of consecutive members.
-  // Empty elsewhere.
+  // Outside a subgraph, empty.
   std::vector<int64_t> steps;
   // In a subgraph, by graph input: the region of each member. The regions may be unevenly spaced.
-  // Empty elsewhere.
+  // Outside a subgraph, empty.
   std::vector<Regions> scattered;
-  // Set while batches are run (packed_weights.h). `kept_copies`, which may be null, is for weights
-  // whose changes are noticed.
+  // Both are set while batches are run (packed_weights.h). `kept_copies` is for weights whose
+  // changes are noticed, and may be null.
   WeightCopies* copies = nullptr;
   WeightCopies* kept_copies = nullptr;
 
@@ -65,8 +65,8 @@ struct Store {
   }
 };
 
-// While an object of this class exists, all code that runs batches on the store can use the copies
-// of weights.
+// While an object of this class exists, code that runs batches on the store can use the copies of
+// weights.
 class LentWeightCopies {
  public:
   LentWeightCopies(Store& store, WeightCopies* copies, WeightCopies* kept = nullptr)
@@ -85,8 +85,8 @@ class LentWeightCopies {
   Store& store_;
 };
 
-// One call over detached operands, with the graph that autograd recorded for it. Backward of ops
-// without a native rule uses this graph.
+// One call on detached operands, and the autograd graph of the call. Backward of ops without a
+// native rule uses this graph.
 struct LocalGraph {
   std::vector<at::Tensor> inputs;   // by operand; undefined where no gradient is needed
   std::vector<at::Tensor> outputs;  // by result
@@ -99,8 +99,8 @@ struct BatchRecord {
   uint32_t first = 0;  // into FlushRecord::order
   uint32_t count = 0;
   bool needs_grad = false;
-  // Whether an elementwise program of the subgraph, instead of the rule, adds the addends
-  // (Rule::addends).
+  // Whether an elementwise program of the subgraph adds the addends (Rule::addends). If so, the
+  // rule does not add them.
   bool leaves_addends = false;
   // Whether the first members belong to a divided batch that starts in the previous record
   // (chunk_batches.h). The report counts the divided batch as one batch.
@@ -134,8 +134,8 @@ class NodeSpan {
   size_t step_;
 };
 
-// The common base class for forward and backward. It contains some members of one batch and gives
-// access to their values.
+// The common base class of Batch and BackwardBatch. An object represents some members of one batch
+// and gives access to their values.
 class BatchView {
  public:
   // `rows` is used in a subgraph, where one node represents all members. `rows` contains the rows
@@ -147,8 +147,9 @@ class BatchView {
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
   const Store& store() const { return store_; }
-  // Returns the object for copies of this operand of member m, which is a weight. Must be called
-  // before the caller makes a view of the weight, because users of the weight's memory are counted.
+  // Returns the object that stores copies of a weight. The weight is this operand of member m. Call
+  // this function before making a view of the weight, because the function counts the users of the
+  // weight's memory.
   WeightCopies* weight_copies(size_t slot, int64_t m = 0) const;
   BatchRecord& record() { return record_; }
   bool leaves_addends() const { return record_.leaves_addends; }
@@ -190,23 +191,25 @@ class BatchView {
 
   // Whether the operands have the same sizes in all members.
   bool uniform(size_t slot) const;
-  // Whether all members read the same region, so that the operand need not be stacked.
+  // Whether all members read the same region. If so, the operand need not be stacked.
   virtual bool shared(size_t slot);
   // Returns the operand of the first member, unstacked: [*sizes].
   at::Tensor single(size_t slot);
-  // The functions below return a view if the operands are evenly spaced in one buffer, else a copy.
-  // The copy is made once and shared by later calls, so it must not be written to.
+  // The functions below return a view if the operands are evenly spaced in one buffer, and
+  // otherwise a copy. Later calls return the same copy, so callers must not write to it.
 
-  // Returns the operands stacked, all of the same sizes: [n, *sizes].
+  // Returns the operands stacked, [n, *sizes]. All operands must have the same sizes.
   at::Tensor stacked(size_t slot);
-  // Returns the operands as rows of `width` elements: [total number of rows, width]. Members may
+  // Returns the operands as rows of `width` elements, [total number of rows, width]. Members may
   // have different numbers of rows.
   at::Tensor rows(size_t slot, int64_t width);
-  // Returns the operand of an elementwise op: stacked if the results are uniform, else flat.
+  // Returns the operand of an elementwise op: stacked if the results are uniform, and otherwise
+  // flat.
   at::Tensor elements(size_t slot) { return uniform_result(0) ? stacked(slot) : flat(slot); }
   // Returns all elements of all operands in row-major order, as a contiguous 1-D tensor.
   at::Tensor flat(size_t slot);
-  // Like flat, but repeats each operand to the number of elements of its member's result 0.
+  // Like flat, but repeats the operand of each member to the number of elements of the member's
+  // result 0.
   at::Tensor flat_repeated(size_t slot);
 
  protected:
@@ -233,14 +236,14 @@ class Batch final : public BatchView {
  public:
   using BatchView::BatchView;
 
-  // Returns output k of all members as one flat tensor over their slab range.
+  // Returns output k of all members as one flat tensor, which is a view of the slab.
   at::Tensor output(size_t k);
   // Return the memory of output k as [n, *sizes] (uniform results only), or as rows of `width`
   // elements.
   at::Tensor output_stacked(size_t k);
   at::Tensor output_rows(size_t k, int64_t width);
 
-  // Whether some member's result needs a gradient. If so, the rule keeps the values that its
+  // Whether the result of any member needs a gradient. If so, the rule keeps the values that its
   // backward reads.
   bool needs_grad() const { return record_.needs_grad; }
 };

@@ -1,5 +1,5 @@
-// batch_norm for instances of any size: in training mode, where each instance has its own
-// statistics, and in evaluation mode, where all instances have the module's statistics.
+// batch_norm for instances of any size. In training mode, each instance has its own statistics. In
+// evaluation mode, all instances use the statistics of the module.
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/channel_vectors.h"
@@ -16,7 +16,8 @@ namespace {
 using at::Tensor;
 
 // batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum, eps, ...)
-// without running statistics. Their updates are captured separately (running_statistics.h).
+// without running statistics. Updates of running statistics are captured separately
+// (running_statistics.h).
 class BatchNormRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != kBias; }
@@ -105,12 +106,13 @@ class BatchNormRule final : public Rule {
     int64_t width = 1;
     Tensor lengths;  // by member: number of rows, [n, 1]
     Tensor rows;
-    Tensor scale;  // by row: the factor that normalized the deviations
+    Tensor scale;  // by row: the factor that normalizes the deviations
   };
 };
 
-// The factor and the addend of each channel, spread over the elements of all members' operand 0,
-// which is [N, C, ...] with any sizes N and ... .
+// The elements of operand 0 of all members, and functions that expand a vector [C] to these
+// elements. The operand is [N, C, ...]. N and the sizes after C may differ between members. The
+// class also sums values by channel.
 class Channels {
  public:
   explicit Channels(BatchView& batch) {
@@ -130,7 +132,8 @@ class Channels {
     }
   }
 
-  // The elements: [rows, C], [N, C, elements], or 1-D if the members have different sizes.
+  // The elements of operand 0 as [rows, C] or [N, C, elements], or as a 1-D tensor if the members
+  // have different sizes.
   const Tensor& data() const { return data_; }
 
   // Expands a vector [C] so that it broadcasts to data().
@@ -141,7 +144,7 @@ class Channels {
     return repeat_rows(vector.repeat({blocks / channels_}).unsqueeze(1), counts_).view(-1);
   }
 
-  // Sums values of the sizes of data() by channel. Returns [C].
+  // Sums the values of each channel. `values` has the sizes of data(). Returns [C].
   Tensor sum(const Tensor& values) const {
     if (data_.dim() == 2) return values.sum(0);
     if (data_.dim() == 3) return values.sum(at::IntArrayRef{0, 2});
@@ -157,8 +160,8 @@ class Channels {
 };
 
 // batch_norm(x [N, C, ...], weight?, bias?, running_mean, running_var, training=False, ...). All
-// instances have the same statistics, so each channel is multiplied by a number, and another number
-// is added.
+// instances have the same statistics. The op therefore multiplies each channel by one number and
+// adds another number.
 class StoredStatisticsRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != kBias; }

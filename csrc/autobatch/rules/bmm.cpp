@@ -1,6 +1,6 @@
-// Products in which each instance has its own matrices, of any sizes. If all sizes are equal, the
-// products run as one batched matrix product. Products with a vector, and products of different
-// sizes, read the matrices in place (matrix_products.h).
+// Products in which each instance has its own matrices. The matrices may have any sizes. If all
+// sizes are equal, the products run as one batched matrix product. Products with a vector, and
+// products of different sizes, read the matrices in place (matrix_products.h).
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -28,7 +28,8 @@ class Matrices {
  public:
   Matrices(const Region& region, bool on_left) {
     const auto &sizes = region.geometry->sizes, &strides = region.geometry->strides;
-    // Operands are only read, so a copy-on-write buffer need not be materialized.
+    // The constant pointer is used because operands are only read. A copy-on-write buffer is then
+    // not materialized.
     data_ = static_cast<char*>(const_cast<void*>(region.buffer->const_data_ptr()));
     item_ = static_cast<int64_t>(region.buffer->element_size());
     data_ += region.offset * item_;
@@ -68,10 +69,10 @@ class Matrices {
   int64_t item_;
   MatrixPlace first_;
   int64_t count_ = 1;
-  const Geometry* leading_ = nullptr;  // matrices are numbered by its leading dimensions
+  const Geometry* leading_ = nullptr;  // its leading dimensions enumerate the matrices
 };
 
-// Computes products of any sizes, one after the other.
+// Computes products of any sizes one after another.
 class ProductsInPlace {
  public:
   static bool can_run(const Value& x) {
@@ -99,7 +100,7 @@ class ProductsInPlace {
       members.emplace_back(batch, m, left);
       gradients.push_back(members.back().result(batch.grad_region(m, 0)));
     }
-    // Appends the product that gives the gradient of member m's operand.
+    // Appends the product that computes the gradient of member m's operand.
     const auto add_gradient = [&](std::vector<MatrixProduct>& products, int64_t m, size_t slot,
                                   const Region& to, bool adds) {
       const Sides& sides = members[static_cast<size_t>(m)];
@@ -120,7 +121,7 @@ class ProductsInPlace {
         : x(batch.operand_region(m, left), true),
           y(batch.operand_region(m, 1 - left), false),
           by_row(batch.operand_value(m, left).geometry->dim() == 1) {}
-    // A one-dimensional result is a row if the left side is a vector, else a column.
+    // A one-dimensional result is a row if the left side is a vector, and otherwise a column.
     Matrices result(const Region& region) const { return {region, by_row}; }
 
     Matrices x, y;
@@ -170,7 +171,7 @@ class ProductsInPlace {
 
 // --- a matrix of any number of rows and a vector ---
 
-// [n, K] x [K] -> [n], and [n] x [n, K] -> [K]. The vector belongs to the instance, or all
+// Products [n, K] x [K] -> [n] and [n] x [n, K] -> [K]. Each instance has its own vector, or all
 // instances share one vector.
 class RowsVectorRule final : public Rule {
  public:
@@ -232,15 +233,16 @@ class RowsVectorRule final : public Rule {
   }
 
  private:
-  // Whether the kernel for vector products runs the batch. If all instances share the vector on
-  // the right, their rows form one matrix and the product is one call of mv.
+  // Whether the kernel for vector products runs the batch. If all instances share the vector on the
+  // right, the kernel is not used. The rows of all instances then form one matrix, and the product
+  // is one call of mv.
   bool by_kernel(BatchView& batch) const {
     return (on_left_ || !one_value(batch, 1)) && ProductsInPlace::can_run(batch);
   }
   static Tensor matrix(BatchView& batch) {
     return batch.rows(0, batch.operand_value(0, 0).geometry->sizes[1]);
   }
-  // Returns each instance's vector, repeated for each row of the instance.
+  // Returns the vectors. The vector of an instance is repeated for each row of the instance.
   static Tensor vectors(BatchView& batch, int64_t width) {
     return repeat_rows(batch.rows(1, width), counts(batch));
   }
@@ -259,8 +261,8 @@ class RowsVectorRule final : public Rule {
 
 class ProductRule final : public Rule {
  public:
-  // The rule of products whose operands have these ranks. 0 means any rank that matmul accepts, if
-  // the dimensions before the last two need no broadcasting, or if the right side is a matrix.
+  // The rule of products whose operands have these ranks. 0 means any ranks that matmul accepts, if
+  // the right side is a matrix or the dimensions before the last two need no broadcasting.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
@@ -319,16 +321,17 @@ class ProductRule final : public Rule {
   }
 
  private:
-  // Whether the dimensions before the last two are equal, or both operands have none.
+  // Whether the dimensions before the last two are equal, or both operands have at most two
+  // dimensions.
   static bool has_same_leading(const std::vector<int64_t>& a, const std::vector<int64_t>& b) {
     if (a.size() <= 2) return b.size() <= 2;
     return a.size() == b.size() && std::equal(a.begin(), a.end() - 2, b.begin());
   }
 
-  // Returns a word of the key with the ranks of both operands and, for each operand, whether it is
-  // transposed. The word distinguishes products at different points of a model. Without the word,
-  // `q @ k.mT` and the product of the attention weights and v could have one signature. The policy
-  // `agenda` would then use a mean depth that is right for neither product.
+  // Returns a word of the key. The word contains the rank of each operand, and whether the operand
+  // is transposed. The word distinguishes products at different points of a model. Without the
+  // word, `q @ k.mT` and the product of the attention weights and v could have one signature. The
+  // policy `agenda` would then use a mean depth that is right for neither product.
   static uint64_t form_word(const Geometry& x, const Geometry& y) {
     const auto by_row = [](const Geometry& g) {
       return static_cast<uint64_t>(g.strides.back() == 1);
@@ -336,7 +339,7 @@ class ProductRule final : public Rule {
     return x.sizes.size() << 16 | y.sizes.size() << 8 | by_row(x) << 1 | by_row(y);
   }
 
-  // --- one matrix on the right side: the left sides of all instances are rows of one product ---
+  // --- a shared matrix on the right side: the left sides of all instances form one matrix ---
 
   static int64_t inner(const BatchView& batch) {
     return batch.operand_value(0, 0).geometry->sizes.back();
@@ -376,12 +379,12 @@ class ProductRule final : public Rule {
   }
 
   // Returns the sum of all g y^T, [M, K]. If the sum has fewer rows than columns, the function
-  // computes the transposed sum, because less data is transposed in this case.
+  // computes the transposed sum, because less data must then be transposed.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }
 
-  // Adds each member's product of x and y to the gradient of the member's operand `slot`.
+  // For each member, adds the product of x and y to the gradient of operand `slot`.
   static void add(BackwardBatch& batch, size_t slot, const Tensor& x, const Tensor& y) {
     batch.add_computed(slot, {x.size(0), x.size(1), y.size(2)},
                        [&](Tensor& to) { multiply_each(to, x, y); });
@@ -408,9 +411,9 @@ class ProductRule final : public Rule {
     }
   }
 
-  // Returns the left sides [n, ..] as [B, M, K], with their own batch dimensions merged into B. A
-  // vector is one row. If the right sides `y` have no batch dimensions, B is n, and the left sides
-  // have more rows.
+  // Returns the left sides [n, ..] as [B, M, K]. A vector is one row. The batch dimensions of the
+  // left sides are merged into B. If the right sides `y` have no batch dimensions, B is n, and the
+  // batch dimensions of the left sides are merged into M.
   static Tensor left(const Tensor& x, const Tensor& y) {
     if (x.dim() == 2) return x.unsqueeze(1);
     if (x.dim() == 3) return x;

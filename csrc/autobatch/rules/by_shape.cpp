@@ -37,8 +37,8 @@ Tensor stacked(Regions regions) {
   return out;
 }
 
-// Returns the dimensions of [n, *sizes] in memory order, by descending stride of the members;
-// dimension 0 stays first. Copies in this order have longer contiguous runs.
+// Returns the dimensions of [n, *sizes], sorted by descending stride of the members. Dimension 0
+// stays first. Copies in this order have longer contiguous runs.
 at::DimVector memory_order(at::IntArrayRef strides) {
   at::DimVector order{0};
   for (int64_t d = 1; d <= static_cast<int64_t>(strides.size()); ++d) order.push_back(d);

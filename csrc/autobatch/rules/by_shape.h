@@ -15,7 +15,7 @@ using Members = std::vector<int64_t>;
 std::vector<Members> groups_of(const BatchView& batch);
 
 // Returns the operand of these members, [n, *sizes]. Returns a view if the members' operands are
-// evenly spaced in memory, else a copy.
+// evenly spaced in memory, and otherwise a copy.
 at::Tensor stacked_of(const BatchView& batch, size_t slot, const Members& members);
 bool lies_stacked(const BatchView& batch, size_t slot, const Members& members);
 
@@ -23,12 +23,12 @@ bool lies_stacked(const BatchView& batch, size_t slot, const Members& members);
 at::Tensor results_of(const BatchView& batch, uint32_t k, const Members& members);
 at::Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members);
 
-// Writes `values` to result k of the members. `values` is [n, *sizes], perhaps with the first two
-// dimensions merged, in any memory layout. The results must have no gaps in memory.
+// Writes `values` to result k of the members. `values` is [n, *sizes] in any memory layout. The
+// first two dimensions may be merged. The results must have no gaps in memory.
 void put_results(const Batch& batch, uint32_t k, const Members& members, const at::Tensor& values);
 
-// Adds row i of `gradient` to the gradient of member i's operand. `gradient` is [n, *sizes], in any
-// memory layout, or has another shape with the same elements in the same order.
+// For each member, adds its row of `gradient` to the gradient of its operand. `gradient` is [n,
+// *sizes] in any memory layout, or has another shape with the same elements in the same order.
 void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
                    const at::Tensor& gradient);
 

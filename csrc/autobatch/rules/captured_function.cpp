@@ -75,8 +75,8 @@ class FunctionResultsRule final : public Rule {
   // Backward runs the user's code, which may use autograd.
   bool below_autograd() const override { return false; }
   bool reads(size_t slot) const override {
-    // For backward with create_graph, the saved results are read, because forward does not run
-    // again. Only a view is made again.
+    // Backward with create_graph reads the results of forward, because forward does not run again.
+    // Only views are made again.
     if (slot < traits_.saved_results.size()) return !traits_.shares_memory;
     return slot >= first_input() && traits_.saved_inputs[slot - first_input()] != 0;
   }
@@ -125,8 +125,8 @@ class FunctionResultsRule final : public Rule {
  private:
   size_t first_input() const { return traits_.saved_results.size() + 1; }
 
-  // Whether a slab can hold the result. If the result shares the memory of an argument, whether the
-  // graph can describe it (shared_memory.h).
+  // Whether a slab can hold the result. If the result shares the memory of an argument, the graph
+  // must also be able to describe this (shared_memory.h).
   bool fits(NodeBuilder& builder, const Value& result) const {
     if (result.geometry->overlapping || result.geometry->extent != result.geometry->numel) {
       return false;

@@ -1,4 +1,5 @@
-// The weight, bias and statistics of normalizations: a number for each channel.
+// The weight, bias and statistics of normalizations. Each is a vector with one number for each
+// channel.
 #pragma once
 
 #include "autobatch/rules/node_builder.h"
@@ -9,7 +10,7 @@
 namespace autobatch {
 
 // Adds an optional argument that is a vector [channels] and a weight (docs/glossary.md). Returns
-// false if the vector is computed in the block, or has another size or dtype than `x` needs.
+// false if the vector is computed in the block, or if its size or dtype does not fit `x`.
 inline bool capture_channel_vector(NodeBuilder& builder, size_t argument, int64_t channels,
                                    const Value& x) {
   if (!builder.is_tensor(argument)) {

@@ -13,10 +13,10 @@ namespace {
 using at::Tensor;
 
 // cross_entropy_loss(x, target, weight?, reduction, ignore_index, label_smoothing)
-// nll_loss_nd(x, target, weight?, reduction, ignore_index), where x contains log-probabilities
+// nll_loss_nd(x, target, weight?, reduction, ignore_index). Here x contains log-probabilities.
 struct Loss {
   const char* op;
-  bool log_softmax;  // apply log_softmax to x first; a hidden result keeps its output
+  bool log_softmax;  // whether the op applies log_softmax; its output is a hidden result
 };
 
 const Loss kLosses[] = {
@@ -110,7 +110,7 @@ class LossRule final : public Rule {
   }
 
  private:
-  // Whether the target has one label per row, or one distribution per row.
+  // Whether the target contains one label per row or one distribution per row.
   bool takes(const Value& target, const Value& x) const {
     const auto& sizes = x.geometry->sizes;
     const auto& labels = target.geometry->sizes;
@@ -178,7 +178,7 @@ class LossRule final : public Rule {
     return losses * (1 - smooth) - (log_probs * uniform_part(batch, labels)).sum(1);
   }
 
-  // Returns the gradient of the log-probabilities. `g` is the gradient of each row's loss.
+  // Returns the gradient of the log-probabilities. `g` contains the gradient of each row's loss.
   Tensor row_gradients(BatchView& batch, const Tensor& g, const Tensor& log_probs) const {
     if (has_distributions(batch)) return coefficients(batch) * g.neg().unsqueeze(1);
     const Tensor labels = batch.flat(1);
@@ -193,7 +193,8 @@ class LossRule final : public Rule {
     return gx - each.unsqueeze(1) * uniform_part(batch, labels);
   }
 
-  // Adds the gradient of the target distributions, which may be computed values too.
+  // Adds the gradient of the target distributions. The distributions may be computed values that
+  // need a gradient.
   void add_target_gradient(BackwardBatch& batch, const Tensor& g, const Tensor& log_probs) const {
     const Tensor w = class_weight(batch);
     const Tensor each = log_probs * (g * (smoothing(batch) - 1)).unsqueeze(1);
@@ -225,8 +226,8 @@ class LossRule final : public Rule {
 
   // Returns the denominator of the mean for each instance. For distributions, a denominator is the
   // number of rows. For labels, a denominator is the sum of the class weights of the labels that
-  // are not ignored; 0 / 0 gives NaN, as in eager. Returns an undefined tensor if all denominators
-  // are 1.
+  // are not ignored. If all labels are ignored, the mean is 0 / 0 = NaN, as in eager. Returns an
+  // undefined tensor if all denominators are 1.
   static Tensor denominators(BatchView& batch, const Counts& counts) {
     const at::ScalarType dtype = batch.operand_value(0, 0).dtype;
     if (has_distributions(batch)) {

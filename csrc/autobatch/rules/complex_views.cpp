@@ -1,6 +1,7 @@
-// view_as_complex(), view_as_real() and conj() are composed of three ops: a view of the argument's
-// memory [n], a copy of this memory, and a view of the copy with the sizes and strides of eager's
-// result. shared_memory.h describes how the copy and the argument share memory after the flush.
+// view_as_complex(), view_as_real() and conj() each run three ops. The first op makes a view of the
+// argument's memory, [n]. The second op copies this memory. The third op makes a view of the copy
+// with the sizes and strides of eager's result. shared_memory.h describes how the copy and the
+// argument share memory after the flush.
 #include "autobatch/rules/complex_views.h"
 
 #include "autobatch/common/overlap.h"
@@ -21,7 +22,7 @@ namespace {
 using at::Tensor;
 using Arguments = Decomposition::Arguments;
 
-// The base of the rules for copies of a dense tensor [n].
+// Base class of the rules that copy a dense tensor [n].
 class ReinterpretingRule : public Rule {
  public:
   bool saves() const override { return false; }
@@ -83,7 +84,7 @@ Tensor view_memory(const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strid
   return find_op("autobatch::memory_view", "").handle.typed<View>().call(x, sizes, strides);
 }
 
-// Copies the memory of x by the op, and returns a view of the copy.
+// Copies the memory of x with this op, and returns a view of the copy.
 Tensor copied(const char* op, const Tensor& x, at::IntArrayRef sizes, at::IntArrayRef strides) {
   int64_t last = 0;
   for (int64_t d = 0; d < x.dim(); ++d) last += (x.size(d) - 1) * x.stride(d);
@@ -92,8 +93,8 @@ Tensor copied(const char* op, const Tensor& x, at::IntArrayRef sizes, at::IntArr
   return view_memory(copy, sizes, strides);
 }
 
-// Whether x is pending and its memory can be copied: no write to it is pending, and the elements of
-// x are distinct.
+// Whether x is pending and its memory can be copied. For this, no write to x may be pending, and
+// elements of x must not share memory.
 bool covers_memory(const c10::IValue& argument) {
   if (!is_strided(argument)) return false;
   const Tensor& x = argument.toTensor();
@@ -103,7 +104,7 @@ bool covers_memory(const c10::IValue& argument) {
   const Graph& graph = *pending->graph();
   const Value& value = graph.value(pending->value());
   const Value& base = graph.value(value.base);
-  // A tensor that was detached from a graph input has to exist before its views.
+  // A tensor that was detached from a graph input must exist before its views.
   if (base.is_graph_input() &&
       (graph.tape().graph_inputs[base.index].is_copy || value.kind >= ViewKind::kDetached)) {
     return false;

@@ -1,8 +1,8 @@
-// Convolutions. If all instances have one weight, instances of one size, [C, ..] or [N, C, ..], run
-// as one call over the batch dimension. Sequences of different lengths also run as one call. For
-// this call, the sequences are copied into one buffer, each with its padding. Results whose window
-// covers parts of two sequences are dropped. If each instance has its own weight, instances of one
-// size run as one call with a group of channels for each instance.
+// Convolutions. If all instances have the same weight, instances of one size, [C, ..] or [N, C,
+// ..], run as one call over the batch dimension. Sequences of different lengths also run as one
+// call. For this call, each sequence is copied into one buffer, together with its padding. Results
+// whose window covers parts of two sequences are discarded. If each instance has its own weight,
+// instances of one size run as one call with a group of channels for each instance.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -29,8 +29,8 @@ struct Window {
   int64_t groups = 1;
 };
 
-// Reads a list that has one number for each dimension, or one number for all dimensions. Returns
-// false if a number is less than `least`.
+// Reads a list that has one number for each dimension or a single number for all dimensions.
+// Returns false if the list has another form or a number is less than `least`.
 bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& out) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntVector();
@@ -42,8 +42,8 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, at::DimVector& o
   return true;
 }
 
-// Converts padding that is given by name to a number for each dimension. Returns false if the
-// padding differs between the two sides of a dimension, or if eager raises an error.
+// Converts padding that is given by name to one number for each dimension. Returns false if the two
+// sides of a dimension have different padding, or if eager raises an error.
 bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Window& window) {
   const std::string& name = value.toStringRef();
   if (name != "valid" && name != "same") return false;
@@ -75,8 +75,8 @@ bool read(const Convolution& entry, const Argument& argument, const std::vector<
                              : read(argument(4), dims, 0, window.padding);
 }
 
-// Returns the length of the result in dimension d. The length is zero or negative where eager
-// raises an error.
+// Returns the length of the result in dimension d. The length is zero or negative if eager raises
+// an error.
 int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64_t length,
                       int64_t kernel) {
   const int64_t reach = w.dilation[d] * (kernel - 1) + 1;
@@ -88,8 +88,8 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
 }
 
 // The positions of sequences that are joined in one buffer [1, C, total], and the positions of
-// their results in a buffer [1, C', result_total]. Each sequence has zeros at both sides. The zeros
-// before a sequence start at a multiple of the stride.
+// their results in a buffer [1, C', result_total]. There are zeros before and after each sequence.
+// The zeros before a sequence start at a multiple of the stride.
 struct Joined {
   std::vector<int64_t> starts, result_starts;  // by sequence
   int64_t total = 0, result_total = 0;
@@ -117,9 +117,9 @@ struct Pairs {
   GeometryTable geometries;
   Regions joined, members;
 
-  // Adds the sequences of one member. `whole` is the member's region, [C, length] or
-  // [N, C, length]. starts[next] is the position of the member's first sequence. `next` is then
-  // increased by the number of the member's sequences.
+  // Adds the sequences of one member. `whole` is the member's region, [C, length] or [N, C,
+  // length]. starts[next] is the position of the member's first sequence. The function increases
+  // `next` by the number of the member's sequences.
   void add(const Tensor& buffer, const Region& whole, const std::vector<int64_t>& starts,
            size_t& next) {
     const Geometry& g = *whole.geometry;
@@ -203,7 +203,7 @@ class ConvolutionRule final : public Rule {
     const int64_t outputs = batch.result_value(0, 0).geometry->sizes[channel_of(batch)];
     const std::array<bool, 3> wanted{batch.needs(kInput), batch.needs(kWeight),
                                      batch.given(kBias) && batch.needs(kBias)};
-    // Adds the gradients of weight and bias; returns the gradient of the input.
+    // Adds the gradients of weight and bias. Returns the gradient of the input.
     const auto differentiate = [&](const Tensor& g, const Tensor& x, at::IntArrayRef padding) {
       auto [gx, gw, gb] = at::convolution_backward(
           g, x, weight, at::IntArrayRef(outputs), window.stride, padding, window.dilation,
@@ -244,7 +244,7 @@ class ConvolutionRule final : public Rule {
     return batch.operand_value(0, kInput).geometry->sizes.size() - entry_.dims - 1;
   }
 
-  // Whether eager's result is row-major. The result is also row-major for inputs that are
+  // Whether eager's result is row-major. This is true for row-major inputs. It is also true for
   // transposed matrices, because eager copies them first.
   bool row_major_result(const Value& x) const {
     if (row_major(x)) return true;
@@ -252,7 +252,7 @@ class ConvolutionRule final : public Rule {
            (x.geometry->dim() == 2 || x.geometry->sizes[0] == 1);
   }
 
-  // Converts the sizes of the input, [(N,) C, ..], to those of the result. Returns false where
+  // Converts the sizes of the input, [(N,) C, ..], to the sizes of the result. Returns false if
   // eager raises an error.
   bool to_result(const Window& window, const std::vector<int64_t>& w, at::DimVector& sizes) const {
     const size_t channel = sizes.size() - entry_.dims - 1;
@@ -271,7 +271,8 @@ class ConvolutionRule final : public Rule {
     return true;
   }
 
-  // A weight that the block computes can be another value in each instance.
+  // Captures argument i as a weight, or as an operand if the block computes it. A computed argument
+  // can have a different value in each instance.
   static Value operand_or_weight(NodeBuilder& builder, size_t i) {
     if (!builder.is_computed(i)) return builder.weight(i);
     const Value value = builder.operand(i);
@@ -303,7 +304,7 @@ class ConvolutionRule final : public Rule {
     return batch.shared(kWeight) && (!batch.given(kBias) || batch.shared(kBias));
   }
 
-  // Reshapes [n, C, ..] or [n, N, C, ..] to [N, n C, ..]; N is 1 if it is not given.
+  // Reshapes [n, N, C, ..] to [N, n C, ..], and [n, C, ..] to [1, n C, ..].
   Tensor side_by_side(const Tensor& t) const {
     const bool has_batches = t.dim() == static_cast<int64_t>(entry_.dims) + 3;
     return has_batches ? t.transpose(0, 1).flatten(1, 2) : t.flatten(0, 1).unsqueeze(0);

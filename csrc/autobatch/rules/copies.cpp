@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// Whether eager takes the layout for channels-last (`suggest_memory_format`). Gaps are allowed.
+// Whether eager treats the layout as channels-last (`suggest_memory_format`). Gaps are allowed.
 bool suggests_channels_last(const Geometry& g) {
   if (g.contiguous) return false;
   return g.dim() == 4   ? c10::is_channels_last_strides_2d<int64_t>(g.sizes, g.strides)
@@ -74,7 +74,7 @@ class JoinRule final : public Rule {
         [&] { copy_regions(from, to); });
   }
 
-  // Adds the gradients of all pieces that need a gradient, by a single call.
+  // Adds the gradients of all pieces that need a gradient in a single call.
   void backward(BackwardBatch& batch) const override {
     Regions from, to;
     reserve(batch, from, to);
@@ -111,7 +111,7 @@ class JoinRule final : public Rule {
       const Value& piece = builder.operand_value(s);
       const Geometry& g = *piece.geometry;
       if (row_major(piece)) return false;
-      const bool unsqueezed = stack_ && dim == g.dim();  // one dimension more, of size 1
+      const bool unsqueezed = stack_ && dim == g.dim();  // an additional dimension of size 1
       if (!suggests_channels_last(g) && !(unsqueezed && (g.dim() == 3 || g.dim() == 4)))
         return false;
     }
@@ -123,9 +123,9 @@ class JoinRule final : public Rule {
     from.reserve(about), to.reserve(about);
   }
 
-  // Calls f(member, operand, piece) for each tensor, where `piece` is the strided region that the
-  // tensor fills in the result or in its gradient. Then calls `finish`, before the geometries of
-  // the pieces are deleted.
+  // Calls f(member, operand, piece) for each tensor. `piece` is the strided region that the tensor
+  // fills in the result or in its gradient. Then calls `finish`, while the geometries of the pieces
+  // still exist.
   template <class ResultRegion, class F, class Finish>
   void for_each_piece(const BatchView& batch, const ResultRegion& result_region, const F& f,
                       const Finish& finish) const {
@@ -165,9 +165,9 @@ class JoinRule final : public Rule {
 
 // --- padding ---
 
-// pad(x, pad, mode, value), constant_pad_nd(x, pad, value): copies x, or with negative padding a
-// part of x, into a filled tensor. For each dimension, the signature contains at most one of the
-// two numbers: the padding on the other side follows from the sizes of x and of the result. So
+// pad(x, pad, mode, value) and constant_pad_nd(x, pad, value) copy x into a filled tensor. With
+// negative padding, they copy a part of x. For each dimension, the signature contains at most one
+// of the two numbers. The other number follows from the sizes of x and of the result. Therefore
 // instances of different lengths that are padded to one length form one batch.
 class PadRule final : public Rule {
  public:
@@ -241,7 +241,8 @@ class PadRule final : public Rule {
   }
 
  private:
-  // The part of x that the result contains: its sizes, and where it begins in x and in the result.
+  // The part of x that the result contains: the sizes of this part, and its first position in x and
+  // in the result.
   struct Overlap {
     at::DimVector sizes, in_x, in_result;
     bool is_all_of_x = true;
@@ -273,7 +274,8 @@ class PadRule final : public Rule {
     return overlap;
   }
 
-  // Whether the padding before x is computed from the sizes, because there is none after x.
+  // Whether the padding before x is computed from the sizes. This is possible if there is no
+  // padding after x.
   static bool follows_from_sizes(at::IntArrayRef pads, size_t i) {
     return pads[i] != 0 && pads[i + 1] == 0;
   }
@@ -290,8 +292,8 @@ Tensor cast_gradient(const Tensor& g, at::ScalarType dtype) {
   return (g.is_complex() && !at::isComplexType(dtype) ? at::real(g) : g).to(dtype);
 }
 
-// Adds to the key all arguments except the tensor. Returns false if an argument names another
-// device or is not a constant.
+// Adds all arguments except the tensor to the key. Returns false if an argument is not a constant,
+// or is a device other than the device of x.
 bool copies_here(NodeBuilder& builder, const Value& x) {
   for (size_t i = 1; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
@@ -304,8 +306,8 @@ bool copies_here(NodeBuilder& builder, const Value& x) {
 // Row-major copies of instances of any size.
 class CastRule final : public Rule {
  public:
-  // `dtype`: index of the dtype argument; -1: the copy has the operand's dtype. `format`: index of
-  // the memory format argument.
+  // `dtype` is the index of the dtype argument, or -1 if the op keeps the operand's dtype. `format`
+  // is the index of the memory format argument.
   CastRule(int dtype, size_t format) : dtype_(dtype), format_(format) {}
 
   bool saves() const override { return false; }
@@ -339,7 +341,7 @@ class CastRule final : public Rule {
   size_t format_;
 };
 
-// Copies instances of one shape from or to layouts other than row-major.
+// Copies instances of one shape if the layout before or after the copy is not row-major.
 class RelayoutRule final : public Rule {
  public:
   bool saves() const override { return false; }

@@ -1,5 +1,5 @@
-// ctc_loss, one call for each instance. The kernel's time is spent in its recursion over the
-// sequence, so a call for several instances would not be faster.
+// Runs ctc_loss as one call for each instance. The kernel spends its time in the recursion over the
+// sequence, so one call for several instances would not be faster.
 #include "autobatch/rules/loop.h"
 
 #include <ATen/core/Reduction.h>

@@ -23,8 +23,8 @@ bool covers_repeat(Arguments arguments) {
          std::ranges::all_of(repeats, [](int64_t n) { return n > 0; });
 }
 
-// repeat(x, repeats): one copy of a view of x. In this view, each dimension is preceded by a
-// dimension of size `repeats[d]` and stride 0.
+// repeat(x, repeats) makes one copy of a view of x. In this view, a dimension of size `repeats[d]`
+// and stride 0 precedes each dimension d.
 Tensor repeat(Arguments arguments) {
   const Tensor& x = arguments[0].toTensor();
   const auto repeats = arguments[1].toIntVector();
@@ -47,10 +47,10 @@ Tensor repeat(Arguments arguments) {
   return row_major_copy(view.expand(expanded), sizes);
 }
 
-// --- products of an instance's own matrices ---
+// --- products of matrices that belong to the instance ---
 
-// Whether all tensors have the same dtype, and an addition after the product loses no precision in
-// this dtype.
+// Whether all tensors have the same dtype, and this dtype is precise enough for an addition after
+// the product.
 bool have_exact_dtype(const Tensor& a, const Tensor& b, const Tensor& c) {
   const auto dtype = a.scalar_type();
   return b.scalar_type() == dtype && c.scalar_type() == dtype &&
@@ -86,7 +86,7 @@ Tensor sum_with(Arguments arguments, Tensor product) {
   if (!alpha.equal(1)) product = product.mul(alpha);
   Tensor x = arguments[0].toTensor();
   if (!beta.equal(1)) x = x.mul(beta);
-  if (beta.equal(0)) x = x.nan_to_num(0);  // as in eager, NaN and infinity in x do not matter
+  if (beta.equal(0)) x = x.nan_to_num(0);  // as in eager, x is ignored, even NaN and infinity
   return at::add(product, x);
 }
 
@@ -139,8 +139,9 @@ bool has_shared_left(const Tensor& x, const Tensor& y) {
   return x.requires_grad() || !y.requires_grad() || as_pending(y) != nullptr;
 }
 
-// matmul(x, y), where an operand has more dimensions than the rules take: x [.., n, d] and a vector
-// y [d], a matrix x [m, d] and y [.., d, n], or dimensions before the last two that are broadcast.
+// matmul(x, y), where an operand has more dimensions than the native rules accept. The operands are
+// x [.., n, d] and a vector y [d], or a matrix x [m, d] and y [.., d, n], or they have dimensions
+// before the last two that are broadcast.
 bool covers_matmul(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -175,8 +176,8 @@ Tensor product(Arguments arguments) {
 
 // --- ops with a tensor without dimensions ---
 
-// add(x, y, ..) etc., where y has no dimensions and a different dtype. The dtype of y does not
-// affect the dtype of the result.
+// add(x, y, ..), sub, mul and div, where y has no dimensions and its dtype is not the dtype of x.
+// The dtype of y does not affect the dtype of the result.
 bool covers_number_operand(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1], 0)) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -251,7 +252,7 @@ Tensor distance(Arguments arguments) {
   return (arguments[0].toTensor() - arguments[1].toTensor()).norm(arguments[2].toScalar());
 }
 
-// Returns the tensor with leading dimensions of size 1, so that it has `rank` dimensions.
+// Returns the tensor with `rank` dimensions. The added leading dimensions have size 1.
 Tensor with_rank(Tensor x, int64_t rank) {
   while (x.dim() < rank) x = x.unsqueeze(0);
   return x;
@@ -267,8 +268,8 @@ bool covers_cosine(Arguments arguments) {
   return -from_end <= std::min(x.dim(), y.dim()) && x.size(from_end) == y.size(from_end);
 }
 
-// Divides x by its norm. The norm counts as at least eps, but its gradient is not changed, as in
-// eager.
+// Divides x by its norm. A norm below eps is replaced by eps, but the gradient of the norm is not
+// changed, as in eager.
 Tensor normalized(const Tensor& x, int64_t dim, double eps) {
   const Tensor norm = at::linalg_vector_norm(x, 2, dim, /*keepdim=*/true);
   return x / (norm + (norm.clamp_min(eps) - norm).detach());
@@ -291,7 +292,7 @@ bool covers_pairs(Arguments arguments) {
          x.sizes().slice(0, x.dim() - 2) == y.sizes().slice(0, y.dim() - 2);
 }
 
-// Whether eager computes the distances by a matrix product, whose rounding errors are larger.
+// Whether eager computes the distances by a matrix product, which has larger rounding errors.
 bool uses_product(const Tensor& x, const Tensor& y, const c10::IValue& mode) {
   constexpr int64_t kMany = 25;
   const int64_t chosen = mode.isNone() ? 0 : mode.toInt();
@@ -318,7 +319,7 @@ bool all_equal(at::IntArrayRef numbers, int64_t number) {
   return std::ranges::all_of(numbers, [number](int64_t n) { return n == number; });
 }
 
-// Whether the list has one number for each dimension, or one number for all dimensions.
+// Whether the list has one number for each dimension or a single number for all dimensions.
 bool fits(at::IntArrayRef numbers, int64_t dims) {
   return numbers.size() == 1 || static_cast<int64_t>(numbers.size()) == dims;
 }
@@ -329,8 +330,8 @@ bool is_each(const c10::IValue& list, int64_t dims, int64_t number) {
   return fits(numbers, dims) && all_equal(numbers, number);
 }
 
-// Whether the kernel is as large as the last `dims` dimensions of the tensor, and the strides, if
-// given, are valid.
+// Whether the kernel is as large as the last `dims` dimensions of the tensor. Strides must be valid
+// or absent.
 bool is_one_window(Arguments arguments, int64_t dims) {
   const auto kernel = arguments[1].toIntVector(), strides = arguments[2].toIntVector();
   const at::IntArrayRef all_sizes = arguments[0].toTensor().sizes();
@@ -367,11 +368,12 @@ bool covers_adaptive_pool(Arguments arguments) {
   return is_image<dims>(arguments) && is_each(arguments[1], dims, 1);
 }
 
-// The gradient of max() goes to the first of equal elements, as the gradient of max_pool() does.
+// If several elements are the maximum, the first one gets the gradient, in max() as in max_pool().
 template <int64_t dims, bool is_max>
 Tensor pool(Arguments arguments) {
   Tensor x = arguments[0].toTensor().flatten(-dims);
-  // A transposed sequence is transposed back, because the native rules reduce row-major tensors.
+  // If x is a transposed sequence, transposes it back, because the native rules reduce row-major
+  // tensors.
   const bool transposed = !x.is_contiguous() && x.mT().is_contiguous();
   if (transposed) x = x.mT();
   const int64_t dim = transposed ? -2 : -1;
@@ -379,13 +381,13 @@ Tensor pool(Arguments arguments) {
   if (dims == 1) return transposed ? result.mT() : result;
   at::DimVector sizes(arguments[0].toTensor().sizes());
   std::fill_n(sizes.end() - dims, dims, 1);
-  return at::_unsafe_view(result, sizes);  // to autograd, the result is not a view
+  return at::_unsafe_view(result, sizes);  // for autograd, the result is not a view
 }
 
 // --- gated linear units ---
 
-// glu(x, dim) of tensors that are not row-major. In half precision, eager does not round the
-// sigmoid.
+// glu(x, dim) of tensors that are not row-major. Half precision is not covered, because eager does
+// not round the sigmoid.
 bool covers_glu(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -413,7 +415,8 @@ bool covers_class_loss(Arguments arguments) {
   return target.scalar_type() == at::kLong && target.sizes() == sizes;
 }
 
-// Rows of classes have the same losses, and the same mean.
+// Moves the classes to the last dimension. The losses of the resulting rows, and their mean, are
+// those of the original call.
 Decomposition::Results class_loss(const OpInfo& op, Arguments arguments) {
   const Tensor &x = arguments[0].toTensor(), &target = arguments[1].toTensor();
   torch::jit::Stack stack(arguments.begin(), arguments.end());

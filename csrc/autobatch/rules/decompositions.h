@@ -1,6 +1,7 @@
-// Ops that have no native rule and are not composite, but can be computed by ops that have native
-// rules. (For composite ops, whose kernels call other ops, see Action::kDecompose.) A native rule
-// batches instances of any size. The generic rules need one batch for each size.
+// Ops that are computed by other ops. These ops have no native rule and are not composite, but the
+// other ops have native rules. (For composite ops, whose kernels call other ops, see
+// Action::kDecompose.) A native rule batches instances of any size. The generic rules need one
+// batch for each size.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -15,14 +16,14 @@
 
 namespace autobatch {
 
-// Used if no native rule covers a call of the op, in place of the generic rules.
+// Used instead of the generic rules if no native rule covers a call of the op.
 struct Decomposition {
   using Arguments = at::ArrayRef<c10::IValue>;
   using Results = std::vector<at::Tensor>;
-  // Whether `run` computes this call. Returns false for arguments that eager may reject, so that
-  // eager raises its own error.
+  // Whether `run` computes this call. Returns false for arguments that eager may reject. Eager then
+  // raises the error.
   bool (*covers)(const OpInfo& op, Arguments arguments);
-  // Computes the results by calls of ops, which are captured.
+  // Computes the results by calls of other ops. These calls are captured.
   Results (*run)(const OpInfo& op, Arguments arguments);
 };
 
@@ -47,7 +48,7 @@ DecompositionTable layout_decompositions();       // other_layouts.cpp
 DecompositionTable packed_decompositions();       // packed_calls.cpp
 DecompositionTable rearranging_decompositions();  // rearranging.cpp
 
-// A decomposition with one result, by functions that need not know the op.
+// A decomposition with one result. Its functions do not depend on the op.
 template <bool (*covers)(Decomposition::Arguments), at::Tensor (*compute)(Decomposition::Arguments)>
 constexpr Decomposition one = {
     [](const OpInfo&, Decomposition::Arguments arguments) { return covers(arguments); },
@@ -69,11 +70,11 @@ inline bool is_strided(const c10::IValue& value) {
 inline bool is_strided(const c10::IValue& value, int64_t dim) {
   return is_strided(value) && value.toTensor().dim() == dim;
 }
-// Returns a row-major copy of x, with dimensions merged or split. Never a view, as in eager.
+// Returns a row-major copy of x with these sizes. The result is never a view, as in eager.
 inline at::Tensor row_major_copy(const at::Tensor& x, at::IntArrayRef sizes) {
   return at::_unsafe_view(x.clone(at::MemoryFormat::Contiguous), sizes);
 }
-// Whether `matrix` is a sparse matrix, and sparse_decompositions() has its product with `dense`.
+// Whether `matrix` is a sparse matrix, and sparse_decompositions() covers its product with `dense`.
 bool is_sparse_product(const c10::IValue& matrix, const c10::IValue& dense);
 // The op autobatch::sparse_product: the product of x [m, ...] and a sparse matrix [size, m] with
 // these entries (indices [2, n], values [n]). Returns [size, ...].

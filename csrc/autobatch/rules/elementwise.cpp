@@ -17,12 +17,13 @@ using Arguments = std::vector<c10::IValue>;
 
 // Returns a word of the key with dtype and rank. Values of different ranks ([T, d] and [d]) could
 // share a batch, but they occur at different points of a model. If values of different ranks had
-// one signature, the policy `agenda` would use a mean depth that is right for none of them.
+// one signature, the policy `agenda` would use one mean depth for all of them, which is wrong for
+// each rank.
 uint64_t elementwise_word(const Value& x) {
   return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
 }
 
-// Returns the geometry of the result, or null if the call is left to eager.
+// Returns the geometry of the result, or null if eager must run the call.
 const Geometry* layout_of(NodeBuilder& builder, at::ArrayRef<const Geometry*> operands,
                           bool has_number) {
   if (operands.size() == 1 && operands[0]->canonical->contiguous) return operands[0]->canonical;
@@ -40,7 +41,7 @@ struct Unary {
   // Returns the gradient of x, given g (the gradient of the result), x and y (the result).
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
   Saves saves = Saves::kOperand;
-  // Writes the gradient of x to `o`; null if there is no such kernel.
+  // Writes the gradient of x to `o`. Null if there is no kernel for this.
   void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
   // Returns the op as a step of an elementwise program. Null if the op cannot be a step.
   ElementwiseOp (*step)(const Arguments& args) = nullptr;
@@ -81,7 +82,7 @@ class UnaryRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = elements_of_gradients(batch);
-    Tensor x, y;  // undefined if the gradient does not need them, because they may be freed
+    Tensor x, y;  // undefined if the gradient does not need them, as they may be freed
     if (entry_.saves == Saves::kOperand) x = elements(batch, 0);
     if (entry_.saves == Saves::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
@@ -101,7 +102,7 @@ class UnaryRule final : public Rule {
   }
 
   // Returns null if the call makes a row-major copy of an operand that is not row-major.
-  // ContiguousRule covers such calls.
+  // ContiguousRule covers these calls.
   static const Geometry* layout_of_clone(NodeBuilder& builder, const Value& x) {
     const c10::IValue& format = builder.argument(1);
     GeometryTable& table = builder.graph().geometries();
@@ -173,8 +174,8 @@ struct Binary {
   Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
                      const Arguments& args);
   bool saves = true;
-  // Writes the gradient of one side to `o`, if nothing is broadcast; null if there is no such
-  // kernel.
+  // Writes the gradient of one side to `o`. Used if nothing is broadcast. Null if there is no
+  // kernel for this.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
   // Returns the op as a step of an elementwise program. The step is kMul, kDiv or kAdd. The scale
@@ -280,7 +281,7 @@ class BinaryRule final : public Rule {
 
  private:
   enum class Form : uint8_t {
-    kStacked,  // instances of one shape; the other forms are those of Spread
+    kStacked,  // instances of one shape; the other forms are explained at Spread
     kElements,
     kRows,
     kExpanded,
@@ -294,7 +295,7 @@ class BinaryRule final : public Rule {
   struct Sides {
     Tensor x, y;
     Form form = Form::kStacked;
-    bool single_x = false, single_y = false;  // one for all instances: broadcast, not stacked
+    bool single_x = false, single_y = false;  // one tensor for all instances, not stacked
   };
 
   static Sides form_of(BatchView& batch) {
@@ -353,15 +354,15 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // Returns the stacked operand, [n, 1.., *sizes], with dimensions of size 1 up to the result's
-  // rank.
+  // Returns the stacked operand, [n, 1.., *sizes]. The dimensions of size 1 are added to reach the
+  // result's rank.
   static Tensor aligned(BatchView& batch, size_t slot, int64_t rank) {
     Tensor t = batch.stacked(slot);
     while (t.dim() < rank + 1) t = t.unsqueeze(1);
     return t;
   }
 
-  // --- one side is a Python number, a constant of the signature ---
+  // --- one side is a Python number, which is a constant of the signature ---
 
   static bool constants(NodeBuilder& builder, size_t from) {
     for (size_t i = from; i < builder.num_arguments(); ++i) {

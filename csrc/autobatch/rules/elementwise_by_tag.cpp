@@ -1,5 +1,5 @@
-// The rule of elementwise ops that no other rule covers. The batch is one call over the elements,
-// or rows, of all instances.
+// The rule of elementwise ops that no other rule covers. A batch runs as one call over the elements
+// or the rows of all instances.
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
 
@@ -52,8 +52,8 @@ class TaggedRule final : public RowsCall {
     return true;
   }
 
-  // The dimensions have the memory order of the inferred geometry, because the key contains
-  // everything that determines the order.
+  // The dimensions have the memory order of the inferred geometry, because the key contains all
+  // properties that determine the order.
   const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const override {
     const std::vector<int64_t> sizes = *broadcast(geometries(builder));
     GeometryTable& table = builder.graph().geometries();
@@ -102,10 +102,10 @@ class TaggedRule final : public RowsCall {
     return sizes;
   }
 
-  // Whether type promotion would give the operands of this call different priorities. A tensor
-  // without dimensions has lower priority in the choice of the result's dtype.
+  // Whether the result's dtype depends on which operands have no dimensions. In type promotion, a
+  // tensor without dimensions has a lower priority.
   static bool promotes(const NodeBuilder& builder, const std::vector<int64_t>& sizes) {
-    // The condition of `where` takes no part in the choice.
+    // The condition of `where` does not affect the dtype.
     const size_t start = builder.op().name == "aten::where.self" ? 1 : 0;
     if (builder.operands().size() <= start) return false;
     const c10::ScalarType first = builder.operand_value(start).dtype;
@@ -123,7 +123,7 @@ class TaggedRule final : public RowsCall {
                        [](const Geometry* g) { return row_major_or_expanded(*g); });
   }
 
-  // Adds to the key the properties of an operand that determine the memory order of the result.
+  // Adds the properties of an operand that determine the result's memory order to the key.
   static void add_order_key(NodeBuilder& builder, const Geometry& g) {
     uint64_t ones = 0, zeros = 0;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

@@ -11,8 +11,8 @@ namespace {
 
 using Order = c10::SmallVector<uint8_t, 6>;
 
-// Returns the stride of the operand along dimension `d` of a result of these sizes; 0 where the
-// operand is repeated.
+// Returns the stride of the operand along dimension `d` of a result of these sizes. The stride is 0
+// if the operand is repeated along `d`.
 int64_t stride_along(const Geometry& g, at::IntArrayRef sizes, size_t d) {
   const size_t missing = sizes.size() - g.sizes.size();
   if (d < missing) return 0;
@@ -27,10 +27,10 @@ bool is_channels_last(const Geometry& g) {
   return false;
 }
 
-// Returns > 0 if dimension `a` of the result must have a larger stride than `b`, < 0 if a smaller
-// one, and 0 if no operand decides the order. The first operand with different nonzero strides
-// along the two dimensions decides. With equal strides, an operand decides only if `a` is longer
-// than `b`. In this case `a` gets the larger stride.
+// Returns a number > 0 if dimension `a` of the result must have a larger stride than `b`, a number
+// < 0 if `a` must have a smaller stride, and 0 if no operand decides the order. The first operand
+// with different nonzero strides along the two dimensions decides. If the strides are equal and `a`
+// is longer than `b`, `a` gets the larger stride.
 int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_t a, size_t b) {
   for (const Geometry* g : operands) {
     const int64_t along_a = stride_along(*g, sizes, a), along_b = stride_along(*g, sizes, b);
@@ -41,8 +41,8 @@ int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_
   return 0;
 }
 
-// Sorts by insertion, from the innermost dimension on, as TensorIterator does. Comparisons may be
-// ambiguous, so the result depends on the sorting algorithm.
+// Sorts by insertion, starting at the innermost dimension, as TensorIterator does. Comparisons may
+// be ambiguous, so the result depends on the sorting algorithm.
 Order order_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
   Order order(sizes.size());
   std::iota(order.rbegin(), order.rend(), uint8_t{0});

@@ -1,5 +1,6 @@
-// The memory layout of an elementwise op's result. The sizes follow from broadcasting. The strides
-// are equal to those of eager's kernels, which depend on the memory order of the operands.
+// The memory layout of an elementwise op's result. Broadcasting determines the sizes. The strides
+// are equal to the strides that eager's kernels produce. These strides depend on the memory order
+// of the operands.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -13,7 +14,7 @@ namespace autobatch {
 // original tensor.
 const Geometry* given_geometry(const Tape& tape, const Value& value);
 
-// Whether the geometry is row-major, apart from expanded dimensions. If this holds for all
+// Whether the geometry is row-major, apart from expanded dimensions. If this is true for all
 // operands, the result is row-major.
 bool row_major_or_expanded(const Geometry& geometry);
 
@@ -21,22 +22,22 @@ bool row_major_or_expanded(const Geometry& geometry);
 // The returned geometry is dense, with the dimensions in the order that at::TensorIterator finds
 // (ATen/native/TensorIterator.cpp, `fast_set_up` and `reorder_dimensions`). `has_number`: a Python
 // number is one of the operands. Returns null if the operands do not broadcast, or if the result is
-// empty and not row-major (left to eager).
+// empty and not row-major. Eager runs these calls.
 const Geometry* elementwise_result(GeometryTable& table, at::ArrayRef<const Geometry*> operands,
                                    bool has_number = false);
 
-// Returns the result geometry of `clone` and other ops that keep the layout of their one operand
-// (torch.preserve_format). Null if the operand is empty.
+// Returns the result geometry of `clone` and other ops that keep the layout of their operand
+// (torch.preserve_format). Returns null if the operand is empty.
 const Geometry* preserved_layout(GeometryTable& table, const Geometry& operand);
 
-// Returns the channels-last geometry of [N, C, H, W]. Null for other ranks, or if there are no
-// elements.
+// Returns the channels-last geometry of [N, C, H, W]. Returns null for other ranks, or if there are
+// no elements.
 const Geometry* channels_last(GeometryTable& table, at::IntArrayRef sizes);
 
 // Returns the dimensions in memory order, the outermost first.
 c10::SmallVector<uint8_t, 6> memory_order(const Geometry& geometry);
 
-// Returns the dense geometry of these sizes whose dimensions are in this order in memory.
+// Returns the dense geometry with these sizes whose dimensions have this order in memory.
 const Geometry* dense_in_order(GeometryTable& table, at::IntArrayRef sizes,
                                at::ArrayRef<uint8_t> order);
 

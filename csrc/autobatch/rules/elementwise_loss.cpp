@@ -1,7 +1,7 @@
-// Losses that are elementwise except for their reduction (mse_loss and similar ones), for instances
-// of any shape. One call computes the loss of all elements without the reduction. The elements of
-// each instance are then summed. This file also has the rule of mse_loss_backward, which is
-// captured when a gradient is taken inside a block.
+// Losses that are elementwise except for their reduction, such as mse_loss, for instances of any
+// shape. One call computes the loss of all elements without the reduction. The losses of each
+// instance are then summed. This file also contains the rule of mse_loss_backward, which is
+// captured if a gradient is computed inside a block.
 #include "autobatch/kernels/to_device.h"
 #include "autobatch/rules/elementwise_layout.h"
 #include "autobatch/rules/rowwise.h"
@@ -46,7 +46,8 @@ class PointLossRule final : public RowsCall {
  public:
   explicit PointLossRule(const PointLoss& entry) : entry_(entry) {}
 
-  // Takes operands of one dtype. The first two have the same shape, and weights broadcast to it.
+  // All operands must have the same dtype. The first two operands must have the same shape, and
+  // weights must broadcast to this shape.
   bool capture(NodeBuilder& builder) const override {
     for (size_t i = 0; i < builder.num_arguments(); ++i) {
       if (builder.is_tensor(i)) {
@@ -112,8 +113,8 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
-  // Checks the layout only if there is no reduction, because only then do the result's strides
-  // follow from the layout.
+  // Checks the layout only if there is no reduction. With a reduction, the result has no strides
+  // that depend on the layout.
   bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
     const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;
@@ -133,7 +134,7 @@ class PointLossRule final : public RowsCall {
     return batch.operand_value(m, 0).geometry->sizes;
   }
 
-  // Returns the region of a member's weight, expanded to the sizes of its loss.
+  // Returns the region of a member's weight, expanded to the sizes of the member's operand 0.
   static Region spread(const BatchView& batch, int64_t m, GeometryTable& geometries,
                        const Region& region) {
     const Geometry& g = *region.geometry;
@@ -154,8 +155,8 @@ class PointLossRule final : public RowsCall {
   const PointLoss& entry_;
 };
 
-// mse_loss_backward(grad, x, y) of a mean or a sum. The result is (x - y) times one factor for each
-// instance.
+// mse_loss_backward(grad, x, y) with reduction to a mean or a sum. The result is (x - y) times a
+// factor, and each instance has its own factor.
 class SquaredErrorGradientRule final : public Rule {
  public:
   bool reads_result(uint32_t) const override { return false; }
@@ -199,7 +200,8 @@ class SquaredErrorGradientRule final : public Rule {
   }
 
  private:
-  // Returns the factor that comes from the derivative of the square and from the mean: [n, 1].
+  // Returns the constant factor of each instance, [n, 1]. The factor is 2 for a sum, and 2 divided
+  // by the number of elements for a mean.
   static Tensor scales(const BatchView& batch, const Tensor& like) {
     std::vector<double> scales;
     const bool mean = batch.argument(3).toInt() == at::Reduction::Mean;
@@ -210,8 +212,8 @@ class SquaredErrorGradientRule final : public Rule {
         .unsqueeze(1);
   }
 
-  // Returns the gradient of each loss, [n, 1], times its scale, repeated for each element of the
-  // instance.
+  // Multiplies the gradient of each loss, [n, 1], by its constant factor. Returns the products,
+  // repeated for each element of the instance.
   static Tensor repeated(const BatchView& batch, const Tensor& of_loss) {
     return repeat_rows(of_loss * scales(batch, of_loss), counts_of(batch, 1)).squeeze(1);
   }

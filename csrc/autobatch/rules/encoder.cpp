@@ -1,6 +1,6 @@
 // The op that nn.TransformerEncoderLayer calls in evaluation mode without gradients. The op
-// computes a whole layer. Each linear layer in it is one product over the rows of all instances.
-// Attention is one call for adjacent instances of one length.
+// computes a whole encoder layer. Each linear layer of the encoder layer runs as one product over
+// the rows of all instances. Attention runs as one call for adjacent instances of one length.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 
@@ -13,11 +13,12 @@ namespace {
 
 using at::Tensor;
 
-// One member of a batch: its rows among the rows of all members, their shape, and the mask.
+// One member of a batch: the position of its rows among the rows of all members, the shape of its
+// input, and its mask.
 struct Piece {
   int64_t first = 0;
   int64_t batch = 1, length = 0;
-  Tensor mask;  // undefined if there is none; true: the position is not attended to
+  Tensor mask;  // true: attention ignores the position; undefined if there is no mask
 };
 
 // The arguments of multi-head self-attention.
@@ -27,8 +28,8 @@ struct Projection {
   std::optional<int64_t> mask_type;
 };
 
-// Computes self-attention of `n` instances of one length. Takes their projections, [n, T, 3 width],
-// and returns [n, T, width].
+// Computes self-attention of n instances of one length. `projected` contains queries, keys and
+// values, [n, T, 3 width]. Returns [n, T, width].
 Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
               std::optional<int64_t> mask_type) {
   const int64_t n = projected.size(0), length = projected.size(1);
@@ -44,8 +45,8 @@ Tensor attend(const Tensor& projected, int64_t heads, const Tensor& mask,
   return at::matmul(attention, qkv[2]).transpose(1, 2).reshape({n, length, -1});
 }
 
-// Computes self-attention with its input and output projections, over rows [R, width]. The rows
-// contain all `pieces`.
+// Computes self-attention of the rows [R, width], including the input and output projections. The
+// rows contain all `pieces`.
 Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector<Piece>& pieces) {
   const int64_t width = rows.size(1);
   const Tensor projected = at::addmm(p.bias, rows, p.weight.t());
@@ -68,7 +69,7 @@ Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector
   return at::addmm(p.out_bias, attended, p.out_weight.t());
 }
 
-// Returns the members of a batch whose operand `slot` is [batch, T, width], with their masks.
+// Returns the members of a batch and their masks. Operand `slot` is [batch, T, width].
 std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
   std::vector<Piece> pieces;
   int64_t first = 0;
@@ -77,7 +78,8 @@ std::vector<Piece> pieces_of(const BatchView& batch, size_t slot, size_t mask) {
     Piece piece{first, sizes[0], sizes[1], {}};
     first += sizes[0] * sizes[1];
     if (batch.given(mask)) {
-      // As in eager's kernel, every nonzero value of the mask masks a position, even -inf.
+      // As in eager's kernel, every nonzero number in the mask masks a position. This includes
+      // -inf.
       piece.mask = region_view(batch.operand_region(m, mask)).to(at::kBool);
     }
     pieces.push_back(std::move(piece));
@@ -97,13 +99,13 @@ bool is_weight(NodeBuilder& builder, size_t i, const Value& x, at::IntArrayRef s
 bool fits(const Value& x, int64_t width, int64_t heads) {
   const Geometry& g = *x.geometry;
   if (g.dim() != 3 || g.numel == 0 || g.sizes[2] != width || !row_major(x)) return false;
-  // In half precision, eager's kernel rounds at other points.
+  // Half precision is not covered, because eager's kernel rounds other intermediate results.
   const bool known_type = x.dtype == at::kFloat || x.dtype == at::kDouble;
   return known_type && has_host_memory(x.device) && heads > 0 && width % heads == 0;
 }
 
-// Captures the mask, if any, as an operand. The shape must be [T, T] for type 0, [batch, T] for
-// type 1, and [batch, heads, T, T] for type 2. Returns false for a mask of another shape.
+// Captures the mask as an operand, if there is a mask. Its shape must be [T, T] for type 0, [batch,
+// T] for type 1, and [batch, heads, T, T] for type 2. Returns false for a mask of another shape.
 bool capture_mask(NodeBuilder& builder, size_t mask, size_t type, const Value& x, int64_t heads) {
   if (!builder.constant(type)) return false;
   if (!builder.is_tensor(mask)) {
@@ -187,7 +189,8 @@ class EncoderLayerRule final : public Rule {
   // Argument numbers.
   static constexpr size_t kInput = 0, kWidth = 1, kHeads = 2, kWeights = 3, kGelu = 7,
                           kNormFirst = 8, kEpsilon = 9, kMore = 10, kMask = 18, kMaskType = 19;
-  // Slot 0 is the input, 1-4 are the projections, 5-8 the norms, and 9-12 the feed-forward part.
+  // Slot 0 is the input. Slots 1-4 are the projections, slots 5-8 are the norms, and slots 9-12 are
+  // the feed-forward part.
   static constexpr size_t kMaskSlot = 13;
 
   static bool builder_requires_grad(const NodeBuilder& builder) {

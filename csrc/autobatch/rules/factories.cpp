@@ -1,5 +1,5 @@
-// The rules of the factories, which fill new memory, and of the op that copies written pieces to
-// their places (deferred_writes.h).
+// The rules of factory ops, which fill new memory, and of the ops that represent deferred writes
+// (deferred_writes.h) and new leaves.
 #include "autobatch/rules/factories.h"
 
 #include "autobatch/common/device_traits.h"
@@ -18,8 +18,9 @@ namespace {
 
 using at::Tensor;
 
-// `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and similar ops, each with
-// dtype, layout, device, pin_memory and perhaps memory_format at the end. `empty` returns zeros.
+// `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and similar ops. Their last
+// arguments are dtype, layout, device, pin_memory and, for some ops, memory_format. `empty` returns
+// zeros.
 class FactoryRule final : public Rule {
  public:
   enum Form : uint8_t { kSize, kLike, kNew };
@@ -63,8 +64,8 @@ class FactoryRule final : public Rule {
     return true;
   }
 
-  // Sets the device of the result; returns false if the memory of that device is not managed by
-  // this library. `device="cuda"` becomes the current device at capture.
+  // Sets the device of the result. Returns false if this library does not manage the memory of the
+  // device. `device="cuda"` becomes the current device at capture.
   static bool place(NodeBuilder& builder, c10::Device& device) {
     if (has_host_memory(device)) return true;
     if (device.type() != accelerator()) return false;
@@ -78,7 +79,7 @@ class FactoryRule final : public Rule {
   void forward(Batch& batch) const override { batch.output(0).fill_(fill_of(batch.signature())); }
   void backward(BackwardBatch&) const override {}
 
-  // The signature does not contain the sizes, so the sizes come from `places`.
+  // The signature does not contain the sizes, so the sizes are read from `places`.
   std::vector<Tensor> eager(const Signature& signature, at::ArrayRef<Tensor>,
                             at::ArrayRef<Tensor> places) const override {
     return {at::full_like(places[0], fill_of(signature))};
@@ -171,7 +172,7 @@ class AssembleRule final : public Rule {
     for (size_t list = 1; list <= 2; ++list) {
       for (size_t e = 0; e < count; ++e) builder.operand(list, e);
     }
-    builder.truncate_key(form);  // any number of places and pieces
+    builder.truncate_key(form);  // the number of places and pieces is not part of the key
     builder.result(self.geometry, self.dtype);
     return true;
   }
@@ -214,14 +215,15 @@ class AssembleRule final : public Rule {
   static ValueId piece(const BatchView& batch, int64_t m, size_t e) {
     return batch.operand(m, 1 + count(batch, m) + e);
   }
-  // Returns the region of place `e` within `whole`, the region of the result or of its gradient.
+  // Returns the region of place `e` within `whole`. `whole` is the region of the result or of its
+  // gradient.
   static Region place(const BatchView& batch, int64_t m, size_t e, const Region& whole) {
     const Value& place = batch.operand_value(m, 1 + e);
     const int64_t offset = place.offset - batch.operand_value(m, 0).offset;
     return {whole.buffer, whole.offset + offset, place.geometry};
   }
 
-  // Adds the gradient of self, which is the result's gradient with zeros in the places.
+  // Adds the gradient of self. This is the result's gradient with zeros in the places.
   static void add_what_was_kept(BackwardBatch& batch) {
     GeometryTable geometries;
     Regions from, to, zeros, places;
@@ -261,9 +263,9 @@ Tensor with_values(const Tensor& self, const Tensor& values) {
   return out;
 }
 
-// with_values(self, values) returns a tensor with the history of `self` and the given values. Eager
-// mode gives such a tensor if a program writes to `self` in torch.no_grad(). The gradient of the
-// result is the gradient of `self`.
+// with_values(self, values) returns a tensor with the history of `self` and the given values. In
+// eager mode, `self` becomes such a tensor if a program writes to it in torch.no_grad(). The
+// gradient of the result is the gradient of `self`.
 class WithValuesRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -297,7 +299,7 @@ class WithValuesRule final : public Rule {
 };
 
 // leaf(self) returns a copy of `self`. The capture of the op makes the result require grad
-// (capture/new_leaves.h). The gradient of the result does not go to `self`.
+// (capture/new_leaves.h). `self` gets no gradient.
 class LeafRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -359,7 +361,7 @@ at::Tensor create_alone(const Signature& signature, const Value& value) {
   return at::empty_strided(g.sizes, g.strides, options).fill_(rule.fill_of(signature));
 }
 
-// A cell's subgraph is run by its rule only, never by calling this op.
+// Only the rule of a cell's subgraph runs the subgraph. This op is never called.
 static std::vector<Tensor> cell_alone(at::TensorList) {
   TORCH_CHECK(false,
               "autobatch::cell is an internal op of batch() blocks, and can't be called directly");

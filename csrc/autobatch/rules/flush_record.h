@@ -16,20 +16,20 @@ namespace autobatch {
 
 // A contribution to a weight's gradient. It is `left^T right`, [p, q], where `left` is [rows, p]
 // and `right` is [rows, q]. If `right` is undefined, the contribution is the sum of `left` over its
-// rows, [p]. Contributions are collected during the backward pass, so that a weight of many batches
-// needs few GEMMs.
+// rows, [p]. Contributions are collected during the backward pass. A weight of many batches then
+// needs only a few GEMMs.
 struct WeightGradTerm {
   at::Tensor left;
   at::Tensor right;
 };
 
-// A held value that nodes of a later level read. The gradient from these nodes goes to the held
-// value's own autograd node.
+// A held value that nodes of a later level read. The autograd node of the held value receives the
+// gradient from these nodes.
 struct LevelExport {
   ValueId value = kNone;
   uint32_t held = kNone;  // index into FlushRecord::held
-  // The place of the gradient in an export buffer. It is equal to the value's place in its base,
-  // with one exception: elements that share memory (after `expand`) have separate gradients.
+  // The place of the gradient in an export buffer. This place is equal to the value's place in its
+  // base, with one exception: elements that share memory (after `expand`) have separate gradients.
   const Geometry* geometry = nullptr;
   int64_t offset = 0;
   int64_t length = 0;  // of the buffer, in elements
@@ -41,12 +41,12 @@ inline uint64_t export_key(uint32_t level, ValueId held) {
   return static_cast<uint64_t>(level) << 32 | held;
 }
 
-// The nodes of one level, batch by batch. A level ends where a value that the user holds is used
-// again. If no held value is used again, there is one level.
+// The nodes of one level, batch by batch. A level ends at a value that the user holds and that
+// later nodes read. If later nodes read no held value, there is one level.
 struct Level {
   // The part of a node's backward that runs. A node's backward is divided if the user holds one of
-  // its results and another result is computed from the held one (Rule::result_dependency). kChain
-  // is Rule::backward_chain, and kRest is everything else.
+  // its results and the node computes another result from the held result
+  // (Rule::result_dependency). kChain is Rule::backward_chain, and kRest is everything else.
   enum class Half : uint8_t { kWhole, kChain, kRest };
   struct Part {
     uint32_t batch;
@@ -76,9 +76,9 @@ class Recompute;
 class Trace;
 class Written;
 
-// Used in a subgraph (subgraph.h). The tiles of a value are views that do not overlap and that
-// together cover the value, such as the gates of a product. The first gradient of a tile is written
-// instead of added, so the buffer need not be filled with zeros before.
+// Used in a subgraph (subgraph.h). The tiles of a value are views that do not overlap. Together
+// they cover the value. The gates of a product are an example. The first gradient of a tile is
+// written and not added, so the buffer need not be filled with zeros first.
 struct Partition {
   static constexpr uint8_t kNone = 0xFF;
 
@@ -111,17 +111,17 @@ struct BackwardTask {
   std::vector<at::Tensor> export_zeros;
   std::vector<Arrived> arrived;     // gradients that are not yet added to `grads`
   std::vector<uint8_t> level_done;  // by level: whether it has been run
-  // By level: whether a held value has received a gradient since the level was last run.
+  // By level: whether a held value has received a gradient after the last run of the level.
   std::vector<uint8_t> level_waits;
   std::vector<uint8_t> consumed;  // by node: whether this pass has consumed it
-  // Shared nodes with a gradient from a reader that was consumed before this pass.
+  // Shared nodes that have received a gradient from a reader that was consumed before this pass.
   std::unordered_set<NodeId> shared_again;
   // By node. Bit k is set if a gradient has reached result k. Bit 7 represents result 7 and all
   // later results.
   std::vector<uint8_t> reached;
   std::vector<uint8_t> graph_input_wanted;                            // by graph input
   std::unordered_map<ValueId, std::vector<WeightGradTerm>> products;  // by weight value
-  // Null if no tensor that the ops read was written to after capture.
+  // Set if the user wrote, after capture, to a tensor that the ops read. Otherwise null.
   std::unique_ptr<Written> written;
   bool any_kept = false;              // some graph input's former content is kept (overwrites.h)
   std::vector<UnseenWrite> unseen;    // writes before this pass; sorted by base
@@ -131,12 +131,12 @@ struct BackwardTask {
   bool reopened = false;  // some level was made ready to run again
   // Batches whose backward has run and whose values are not yet released.
   std::vector<uint32_t> finished;
-  const Partition* partition = nullptr;  // of a subgraph, else null
+  const Partition* partition = nullptr;  // of a subgraph; otherwise null
   // In a subgraph, by base. Bit t is set if nothing has been written to tile t yet.
   std::vector<uint64_t> unwritten;
 };
 
-// The state that a flush keeps until backward can no longer reach it.
+// The state that a flush keeps until no backward can reach it.
 struct FlushRecord {
   Tape tape;
   Store store;
@@ -149,9 +149,9 @@ struct FlushRecord {
   std::vector<uint32_t> depths;
 
   std::vector<HeldValue> held;
-  // The autograd nodes that send gradients to a level and to the levels below it. A held value's
-  // node is stored with the value's level, and an ExitNode with the level below its own. Nodes are
-  // compared by address only, because a node may already be destroyed.
+  // The autograd nodes that send gradients to a level and to the levels below this level. The node
+  // of a held value is stored with the value's level. An ExitNode is stored with the level below
+  // its own level. Nodes are compared by address only, because a node may already be destroyed.
   std::vector<std::pair<const void*, uint32_t>> feeders;
   HeldMemories memories;
   std::vector<uint8_t> is_held;       // by value: held, requires grad, and is read again

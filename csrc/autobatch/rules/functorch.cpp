@@ -1,5 +1,5 @@
-// The rule "functorch". A batch runs as one call under functorch's own batching rules, over the
-// stacked operands. Gradients go through a local autograd graph on detached operands.
+// The rule "functorch". A batch runs as one call on the stacked operands, under functorch's
+// batching rules. A local autograd graph on detached operands computes the gradients.
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/rules/loop.h"
 
@@ -17,7 +17,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// Disables functorch's warning that it runs an op as a loop.
+// Disables the warning that functorch prints if it runs an op as a loop.
 class QuietFallback {
  public:
   QuietFallback() : before_(at::functorch::isVmapFallbackWarningEnabled()) {
@@ -62,15 +62,15 @@ class VmapLevel {
 bool stacks_first(const OpInfo& op) { return op.name == "aten::index_fill.int_Tensor"; }
 
 // Whether the batched call takes the operand unstacked. Operands of random ops are stacked even if
-// all members have the same operand, so that each member draws its own numbers.
+// all members have the same operand, because each member needs its own random numbers.
 bool is_broadcast(BatchView& batch, size_t slot) {
   const OpInfo& op = *batch.signature().op;
   return !op.random && batch.shared(slot) && !(slot == 0 && stacks_first(op));
 }
 
 // Returns the operand, stacked or unchanged. An operand that aliases the memory of a graph input
-// gets the graph input's version counter, because functorch's call may save different tensors than
-// eager's call.
+// gets the version counter of the graph input. Autograd can then detect writes to any tensor that
+// functorch's call saves. The call may save other tensors than eager's call.
 at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad) {
   const at::Tensor tensor = stacked ? batch.stacked(slot) : batch.single(slot);
   at::Tensor out = leaf(tensor, needs_grad);
@@ -131,8 +131,8 @@ bool matches(const at::Tensor& out, const Value& value, int64_t n) {
          out.sizes().slice(1) == at::IntArrayRef(value.geometry->sizes);
 }
 
-// If an operand has no dimensions, the batching rules of these ops mistake the batch dimension for
-// dimension 0. All of ATen's ops with dimension arguments were examined, in PyTorch 2.13.
+// If an operand has no dimensions, the batching rules of these ops treat the batch dimension as
+// dimension 0. All ops of ATen with dimension arguments were examined in PyTorch 2.13.
 constexpr std::string_view kMiscountScalars[] = {"aten::roll", "aten::_softmax_backward_data",
                                                  "aten::_log_softmax_backward_data"};
 
@@ -184,7 +184,7 @@ class FunctorchRule final : public Rule {
         backward_batched(part);
       } catch (const std::exception& error) {
         if (host_interrupts(error)) throw;
-        loop_.backward_again(part);  // the backward can't be batched, or raises an error
+        loop_.backward_again(part);  // backward can't be batched, or it raised an error
       }
     }
   }
@@ -212,15 +212,15 @@ class FunctorchRule final : public Rule {
   // reached.
   static LocalGraph graph_of(BackwardBatch& batch) {
     const LocalGraph& kept = batch.record().local.front();
-    // Rows without a gradient must be left out, because 0 * NaN is NaN.
+    // Members without a gradient must be omitted, because 0 * NaN is NaN.
     if (batch.complete() && !is_divided(kept, batch)) return kept;
     batch.check_unwritten();
     const ContextGuard context(batch.signature().context);
     return call_batched(batch, true);
   }
 
-  // Whether there is an operand that forward passed once for all members, but whose gradients go to
-  // different places.
+  // Whether forward passed an operand once for all members although the members' gradients of this
+  // operand must be added to different regions.
   static bool is_divided(const LocalGraph& graph, BackwardBatch& batch) {
     for (size_t s = 0; s < graph.shared.size(); ++s) {
       if (batch.given(s) && graph.shared[s] != 0 && !is_broadcast(batch, s)) return true;
@@ -239,9 +239,9 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Runs the batch by functorch. Fails if functorch has no rule, or if its result does not have the
-  // shape and dtype of eager's result. On failure, stores the reason in the signature and returns
-  // false.
+  // Runs the batch with functorch. Fails if functorch has no rule for the op, or if the result's
+  // shape or dtype differs from eager's result. On failure, stores the reason in the signature and
+  // returns false.
   bool try_batched(Batch& batch) const {
     Signature& signature = *batch.record().signature;
     LocalGraph graph;

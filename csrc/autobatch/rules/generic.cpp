@@ -7,19 +7,20 @@ bool is_optional_tensor_list(const NodeBuilder& builder, size_t i) {
   return autobatch::is_optional_tensor_list(*builder.op().handle.schema().arguments()[i].type());
 }
 
-// Whether the op is embedding(.., sparse). Its gradient is a sparse tensor, which no slab can hold.
+// Whether the call is embedding(.., sparse=True). The gradient of this call is a sparse tensor, and
+// slabs cannot hold sparse tensors.
 bool gives_sparse_gradient(const NodeBuilder& builder) {
   return builder.op().name == "aten::embedding" && builder.argument(4).toBool();
 }
 
-// Whether the op's result has the operand's strides, including gaps.
+// Whether the op's result has the strides of its operand, including gaps.
 bool keeps_gaps(const std::string& op) {
   return op == "aten::select_scatter" || op == "aten::slice_scatter" ||
          op == "aten::diagonal_scatter";
 }
 
-// Returns the geometry of the user's tensor. The strides of results follow from this geometry, even
-// if a copy of the tensor is read.
+// Returns the geometry of the user's tensor. This geometry determines the strides of results, even
+// if the graph reads a copy of the tensor.
 const Geometry* geometry_given(NodeBuilder& builder, const Value& value) {
   if (!value.is_graph_input()) return value.geometry;
   const Geometry* given = builder.graph().tape().graph_inputs[value.index].given;
@@ -59,8 +60,8 @@ bool capture_all_arguments(NodeBuilder& builder) {
         builder.absent(i);
         continue;
       }
-      // A Python number cannot be stacked into a tensor, because its dtype has lower priority than
-      // the dtypes of tensors.
+      // A Python number cannot be stacked into a tensor. In type promotion, its dtype has a lower
+      // priority than the dtype of a tensor.
       if (builder.tensor(i).unsafeGetTensorImpl()->is_wrapped_number()) {
         builder.python_number(i);
         continue;
@@ -92,7 +93,7 @@ bool capture_all_arguments(NodeBuilder& builder) {
 RuleTable generic_exceptions() {
   return {
       {"aten::lstm_cell", &kernel_cell_rule()},
-      // functorch's gradient differs from eager's if there are zeros (prod) or infinite logits.
+      // For prod of zeros and for infinite logits, functorch and eager compute different gradients.
       {"aten::prod", &differentiated_loop_rule()},
       {"aten::prod.dim_int", &differentiated_loop_rule()},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
@@ -106,19 +107,20 @@ RuleTable generic_exceptions() {
       // functorch treats all instances as one instance.
       {"aten::_is_all_true", &loop_rule()},
       {"aten::_is_any_true", &loop_rule()},
-      // functorch computes the steps from infinite endpoints differently.
+      // For infinite endpoints, functorch computes other steps than eager.
       {"aten::linspace.Tensor_Tensor", &loop_rule()},
       {"aten::linspace.Tensor_Scalar", &loop_rule()},
       {"aten::linspace.Scalar_Tensor", &loop_rule()},
-      // The gradient of these random ops does not depend on the drawn numbers, so backward need not
-      // draw again.
+      // The gradient of these random ops does not depend on the random numbers, so backward need
+      // not draw new numbers.
       {"aten::bernoulli", &functorch_rule()},
       {"aten::bernoulli.p", &functorch_rule()},
       {"aten::multinomial", &functorch_rule()},
       {"aten::normal.Tensor_float", &functorch_rule()},
       {"aten::normal.float_Tensor", &functorch_rule()},
       {"aten::normal.Tensor_Tensor", &functorch_rule()},
-      // functorch's gradient of `src` is too large by a factor, the width of `src` (PyTorch 2.13).
+      // functorch's gradient of `src` is wrong: it is multiplied by the width of `src` (PyTorch
+      // 2.13).
       {"aten::select_scatter", &loop_rule()},
   };
 }

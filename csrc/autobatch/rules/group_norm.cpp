@@ -1,5 +1,6 @@
-// Normalization of groups of channels by statistics of each example: group_norm, instance_norm, and
-// batch_norm of one example in training mode. Members of one size run as one call.
+// Normalization of groups of channels with the statistics of each example. The ops are group_norm,
+// instance_norm, and batch_norm of one example in training mode. Members of one size run as one
+// call.
 #include "autobatch/rules/by_shape.h"
 #include "autobatch/rules/channel_vectors.h"
 
@@ -18,8 +19,8 @@ struct Norm {
   int groups;                    // argument number, or -1: each channel is a group
   size_t weight, bias, epsilon;  // argument numbers
   int mean = -1, variance = -1;  // argument numbers of the running statistics, or -1
-  int from_input = -1;           // number of the argument that must be true, or -1
-  bool only_one = false;         // whether statistics of several examples are combined
+  int from_input = -1;           // argument that must be true, or -1
+  bool only_one = false;         // whether the op supports only inputs with N = 1
 };
 
 constexpr Norm kNorms[] = {
@@ -28,7 +29,7 @@ constexpr Norm kNorms[] = {
     {"aten::batch_norm", -1, 1, 2, 7, 3, 4, 5, true},
 };
 
-// The op's operands are x [N, C, ...], and the weight and the bias, if given. The hidden results
+// The op's operands are x [N, C, ...] and optionally the weight and the bias. The hidden results
 // are the mean and the inverse deviation of each group, [N, groups].
 class GroupNormRule final : public Rule {
  public:
@@ -94,8 +95,8 @@ class GroupNormRule final : public Rule {
  private:
   static constexpr size_t kWeight = 1, kBias = 2;  // operands
 
-  // Whether the call has no running statistics and does not use stored ones. (Updates of running
-  // statistics are captured separately; see running_statistics.h.)
+  // Whether the call uses only the statistics of its input and has no running statistics. (Updates
+  // of running statistics are captured separately, see running_statistics.h.)
   bool uses_statistics_of_input(const NodeBuilder& builder) const {
     for (const int argument : {entry_.mean, entry_.variance}) {
       if (argument >= 0 && builder.is_tensor(static_cast<size_t>(argument))) return false;
@@ -108,8 +109,8 @@ class GroupNormRule final : public Rule {
     return c10::multiply_integers(g.sizes.begin() + 2, g.sizes.end());
   }
 
-  // Returns the members of each call. An empty list stands for all members: examples with equal
-  // numbers of elements can be concatenated.
+  // Returns the members of each call. An empty list means all members in one call. One call is
+  // possible if all examples have the same number of elements.
   static std::vector<Members> calls_of(const BatchView& batch) {
     const int64_t first = num_elements(*batch.operand_value(0, 0).geometry);
     for (int64_t m = 1; m < batch.size(); ++m) {
@@ -118,7 +119,7 @@ class GroupNormRule final : public Rule {
     return {Members()};
   }
 
-  // Returns the operands of a call: [examples, C, elements].
+  // Returns the operands x of one call as [examples, C, elements].
   static Tensor input(BatchView& batch, const Members& members) {
     if (!members.empty()) return examples(stacked_of(batch, 0, members));
     const Geometry& g = *batch.operand_value(0, 0).geometry;

@@ -1,5 +1,5 @@
-// `_grouped_mm` of rows sorted by expert, with one weight for all instances. The rows of all
-// instances are sorted together, so that there is one product for each expert.
+// `_grouped_mm` of rows that are sorted by expert, with one weight for all instances. The rows of
+// all instances are sorted together. One product for each expert is then sufficient.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/common/pool.h"
 #include "autobatch/rules/linear.h"
@@ -14,14 +14,14 @@ namespace {
 using at::Tensor;
 
 constexpr size_t kRows = 0, kWeight = 1, kEnds = 2;  // argument and operand numbers
-constexpr int64_t kAlignment = 16;  // bytes; eager requires strides that are multiples of it
+constexpr int64_t kAlignment = 16;  // bytes; in eager, strides must be multiples of it
 
 // The rows of all members, [R, ..], sorted by expert. Rows after a member's last end have no
 // expert.
 struct Sorted {
-  Tensor order;  // [sorted]: rows in the order of experts; undefined if the rows are already sorted
+  Tensor order;                 // the rows in the order of experts; undefined if already sorted
   std::vector<int64_t> counts;  // by expert
-  bool valid = true;            // false: some ends decrease or exceed the number of rows
+  bool valid = true;            // false if some ends decrease or exceed the number of rows
 
   // `ends`: [members, experts].
   Sorted(const BatchView& batch, const Tensor& ends) {
@@ -55,7 +55,8 @@ struct Sorted {
     return order.defined() ? rows.index_select(0, order) : rows;
   }
 
-  // Calls f(expert, first of its sorted rows, count) for each expert that has rows.
+  // Calls f(expert, first row, count) for each expert that has rows. Rows are counted in sorted
+  // order.
   template <class F>
   void each(const F& f) const {
     int64_t first = 0;

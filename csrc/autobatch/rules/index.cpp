@@ -1,5 +1,5 @@
-// Lookups by index. The signature does not contain the indices or their number. So calls with
-// different indices share a batch.
+// Lookups by index. The signature contains neither the indices nor the number of indices. Therefore
+// calls with different indices share a batch.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/rules/row_positions.h"
@@ -15,8 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// Whether eager raises an error at the call, because the weight is complex and requires grad. If
-// so, leaves the call to eager.
+// Whether eager raises an error for this weight, because the weight is complex and requires grad.
+// If so, marks the call as one that eager must run.
 bool refuses(NodeBuilder& builder, const Value& weight) {
   if (!weight.requires_grad || !at::isComplexType(weight.dtype)) return false;
   builder.leave_to_eager();
@@ -61,7 +61,8 @@ class EmbeddingRule final : public Rule {
   }
 
  private:
-  // For scale_grad_by_freq: returns, for each index, 1 / its number of occurrences in the instance.
+  // For scale_grad_by_freq. Returns 1 / n for each index, where n is the number of occurrences of
+  // the index in the instance.
   static Tensor by_frequency(BackwardBatch& batch, const Tensor& indices) {
     const Tensor index = indices.to(at::kCPU, at::kLong).contiguous();
     const Tensor out = at::empty({index.numel()}, at::kDouble);
@@ -160,8 +161,8 @@ class RowIndexRule final : public Rule {
   }
 
  private:
-  // The distinct tensors in which members look up rows, and the position of each member's first row
-  // among the rows of all these tensors.
+  // The distinct tensors in which members look up rows. The rows of these tensors are concatenated.
+  // For each member, `first` is the position of the first row of its tensor.
   struct Sources {
     Sources(const BatchView& batch, const RowIndexing& indexing)
         : width(row_width(indexing, batch)) {
@@ -221,7 +222,7 @@ class RowIndexRule final : public Rule {
     return {};
   }
 
-  // Returns the members' indices as positions among the rows of all sources.
+  // Returns the members' indices as positions in the concatenated rows of all sources.
   Tensor positions(BatchView& batch, const Sources& sources) const {
     return row_positions(indexing(batch), batch, sources.first, sources.width);
   }
@@ -268,7 +269,7 @@ class EmbeddingBagRule final : public Rule {
 
   bool capture(NodeBuilder& builder) const override {
     if (covers(builder)) return true;
-    builder.leave_to_eager();  // Meta kernels infer other shapes
+    builder.leave_to_eager();  // the shapes from Meta kernels differ from eager's
     return false;
   }
 

@@ -16,8 +16,8 @@ namespace {
 using at::Tensor;
 
 // An op that multiplies rows x [.., K] by one matrix, and the positions of its arguments.
-// `transposed`: the matrix is given as [M, K] (linear, W @ v), else as [K, M] (mm). `column`: x is
-// the right operand, a vector or a matrix of one column.
+// `transposed`: the matrix is given as [M, K] (linear, W @ v). Otherwise the matrix is given as [K,
+// M] (mm). `column`: x is the right operand, and is a vector or a matrix with one column.
 struct Affine {
   const char* op;
   size_t x, weight;
@@ -49,7 +49,7 @@ class AffineRule final : public Rule, public WeightGroups {
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
     const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
     if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;
-    if (x.dtype != w.dtype) builder.leave_to_eager();  // an error that Meta kernels do not raise
+    if (x.dtype != w.dtype) builder.leave_to_eager();  // Meta kernels raise no error
     if (x.dtype != w.dtype || !is_float(x) || !row_major(x)) return false;
     builder.key(dtype_word(x));
     if (!bias(builder, x, m)) return false;
@@ -94,7 +94,7 @@ class AffineRule final : public Rule, public WeightGroups {
   }
 
  private:
-  // Computes out = x times the matrix of member m, plus its bias.
+  // Computes x times the matrix of member m, plus the bias of member m, and writes it to `out`.
   void multiply_by(const BatchView& batch, int64_t m, const Tensor& x, Tensor& out) const {
     const bool adds = has_bias(batch) && !batch.leaves_addends();
     WeightCopies* copies = batch.weight_copies(1, m);
@@ -137,7 +137,7 @@ class AffineRule final : public Rule, public WeightGroups {
   }
 
   // Returns the rows of each group. The results are views if the rows of every group are contiguous
-  // in memory, else parts of one gathered copy.
+  // in memory. Otherwise they are parts of one gathered copy.
   std::vector<Tensor> inputs(BatchView& batch, const std::vector<WeightGroup>& groups) const {
     const int64_t width = input_width(batch);
     std::vector<Tensor> parts;
@@ -153,9 +153,9 @@ class AffineRule final : public Rule, public WeightGroups {
     return parts;
   }
 
-  // Whether to treat the matrix as shared by all instances. A shared matrix must not be the result
-  // of a captured op. A matrix on the left side is often data of the instance. Therefore a matrix
-  // on the left side must also require grad, or x must be computed in the block.
+  // Whether the matrix is treated as shared by all instances. A shared matrix must not be the
+  // result of a captured op. A matrix on the left side is often data of the instance. Therefore a
+  // matrix on the left side must also require grad, or x must be computed in the block.
   bool is_weight(NodeBuilder& builder) const {
     if (!builder.is_tensor(entry_.x) || !builder.is_tensor(entry_.weight)) return false;
     if (builder.is_computed(entry_.weight) || is_data(builder)) return false;
@@ -164,9 +164,10 @@ class AffineRule final : public Rule, public WeightGroups {
   }
 
   // Whether the matrix is data of the instance. The matrix is data if both operands are one tensor
-  // (`h @ h.t()`), but not if x is a few rows of the matrix. The matrix is also data if a
-  // derivative formula passes it on (captured_gradient.h), because the gradient of a weight is a
-  // product with data of the instance.
+  // (`h @ h.t()`), but not if x consists of a few rows of the matrix. The matrix is also data if it
+  // is a pending tensor for a graph input that needs no gradient and is not a weight. Derivative
+  // formulas use such tensors (captured_gradient.h), because the gradient of a weight is a product
+  // with data of the instance.
   bool is_data(NodeBuilder& builder) const {
     const at::Tensor &x = builder.tensor(entry_.x), &matrix = builder.tensor(entry_.weight);
     const PendingTensor* pending = as_pending(matrix);

@@ -17,8 +17,8 @@ const Rule& linear_each_rule();
 // The rule of _grouped_mm(rows, w, ends) where all instances share the weight.
 const Rule& grouped_mm_rule();
 
-// Whether the value is `w.t()` of its whole base `w`. If so, a product with the value can be
-// treated as a product with `w`.
+// Whether the value is `w.t()`, where `w` is the whole base of the value. If so, a product with the
+// value can be treated as a product with `w`.
 bool is_transposed(const Tape& tape, ValueId id);
 
 }  // namespace autobatch

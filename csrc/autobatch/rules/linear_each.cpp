@@ -1,6 +1,6 @@
 // Products of any number of rows with a matrix that belongs to the instance, such as a weight after
-// a step of gradient descent. The instances are padded with zeros to equal numbers of rows, so that
-// one batched product computes them.
+// a step of gradient descent. The instances are padded with zeros to equal numbers of rows. One
+// batched product then computes all of them.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/by_shape.h"
@@ -21,8 +21,8 @@ namespace {
 
 using at::Tensor;
 
-// Members that are padded to `longest` rows, the largest number of rows of any member. Each member
-// has more than longest / 2 rows without the padding.
+// Members that are padded to the same number of rows. `longest` is the largest number of rows of
+// any of these members. Each member has more than longest / 2 rows without the padding.
 struct Padded {
   Members members;
   std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch
@@ -48,7 +48,7 @@ struct Padded {
     return found;
   }
 
-  // Returns the members' rows, padded with zeros: [n, longest, width].
+  // Returns the members' rows, padded with zeros, as [n, longest, width].
   Tensor of(const Tensor& rows) const {
     const at::DimVector sizes{static_cast<int64_t>(members.size()), longest, rows.size(1)};
     if (uniform() && rows.size(0) == sizes[0] * longest) return rows.view(sizes);
@@ -144,15 +144,15 @@ class LinearEachRule final : public Rule {
   }
 
  private:
-  // Whether all members have the same matrix and bias, so that one product takes all rows.
+  // Whether all members have the same matrix and bias. If so, one product computes all rows.
   static bool has_one_matrix(BatchView& batch) {
     return batch.shared(1) && (!batch.given(2) || batch.shared(2));
   }
 
   static int64_t width(const Value& value) { return value.geometry->sizes.back(); }
 
-  // Groups members whose numbers of rows have the same bit width, so that less than half of the
-  // padded rows are padding.
+  // Groups members whose numbers of rows have the same bit width. Less than half of the padded rows
+  // are then padding.
   static std::vector<Padded> groups(const BatchView& batch) {
     std::map<int, Padded> by_length;
     int64_t first = 0;

@@ -46,7 +46,7 @@ Stack rebuild(const Signature& signature, at::ArrayRef<at::Tensor> operands) {
     }
     const bool optional = is_optional_tensor_list(*schema[slot.argument].type());
     c10::IValue& list = stack[slot.argument];
-    if (optional) {  // slots may be unsorted: in `x[:, i]` the operand precedes the absent element
+    if (optional) {  // slots may be unsorted: in `x[:, i]` the operand is before the absent element
       const bool is_first = s == 0 || signature.slots[s - 1].argument != slot.argument;
       if (is_first) list = c10::List<std::optional<at::Tensor>>();
       auto typed = list.toList();
@@ -104,7 +104,7 @@ std::vector<at::Tensor> differentiate(const LocalGraph& graph, std::vector<at::T
   for (size_t s = 0; s < graph.inputs.size(); ++s) {
     if (!graph.inputs[s].defined() || !graph.inputs[s].requires_grad()) continue;
     out[s] = grads[next++];
-    // A gradient that is zero everywhere, such as sgn's, may be a tensor without memory.
+    // A gradient that is always zero, such as the gradient of sgn, may be a tensor without memory.
     if (out[s].defined() && out[s]._is_zerotensor()) out[s] = at::zeros_like(graph.inputs[s]);
   }
   return out;

@@ -11,8 +11,8 @@
 namespace autobatch {
 namespace {
 
-// Returns a graph for member m if the kept graph was released. The op saves no values, so the
-// gradient does not depend on the values of the operands.
+// Returns a new graph for member m. Used if the kept graph was released. The op saves no values, so
+// its gradient does not depend on the operands' values. Therefore the operands are zeros.
 LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   const ContextGuard context(batch.signature().context);
   const at::AutoGradMode grad_mode(true);
@@ -31,7 +31,7 @@ LocalGraph call_on_zeros(const BatchView& batch, int64_t m) {
   return graph;
 }
 
-// The rule of ops whose functorch batching rule computes eager's values, but not eager's gradient.
+// The rule of ops for which functorch computes the same values as eager, but not the same gradient.
 // Batches that need a gradient run as a loop.
 class DifferentiatedLoopRule final : public LoopRule {
  public:
@@ -46,8 +46,8 @@ class DifferentiatedLoopRule final : public LoopRule {
   }
 };
 
-// lstm_cell on a device that has a kernel for it. The kernel does not compute h' from c' by
-// separate ops, so there is no result dependency.
+// lstm_cell on a device that has a kernel for this op. The kernel computes h' and c' in one step,
+// so there is no result dependency.
 class KernelCellRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {

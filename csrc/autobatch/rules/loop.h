@@ -1,4 +1,5 @@
-// The rule "loop". A batch makes one call per member. Gradients go through a local autograd graph.
+// The rule "loop". It runs a batch as one call per member. A local autograd graph computes the
+// gradients.
 #pragma once
 
 #include "autobatch/rules/generic.h"
@@ -20,7 +21,7 @@ class LoopRule : public Rule {
   void backward_chain(BackwardBatch& batch) const override;
   at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& c) const override;
 
-  // Runs backward member by member, although forward ran all members in one call.
+  // Runs backward member by member. Used for a batch that forward ran as one call.
   void backward_again(BackwardBatch& batch) const;
 
  private:
@@ -29,11 +30,12 @@ class LoopRule : public Rule {
   ResultDependency dependency_;
 };
 
-// loop_rule(), with its type.
+// Returns the same object as loop_rule(), as a LoopRule.
 const LoopRule& plain_loop();
 
-// Whether to pass a gradient for result k. A custom autograd.Function can distinguish a missing
-// gradient from zeros. For all other ops zeros are passed.
+// Whether to pass a gradient for result k of member m to autograd. A custom autograd.Function can
+// distinguish a missing gradient from zeros. For all other ops, a missing gradient is passed as
+// zeros.
 bool has_gradient(const BackwardBatch& batch, int64_t m, size_t k);
 
 }  // namespace autobatch

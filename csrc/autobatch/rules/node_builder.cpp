@@ -6,7 +6,8 @@
 namespace autobatch {
 namespace {
 
-// Marks for the kinds of words in a key, so that calls of different form never have equal keys.
+// Marks for the kinds of words in a key. Because of the marks, calls of different forms never have
+// equal keys.
 constexpr uint64_t kOperandMark = uint64_t{1} << 32;
 constexpr uint64_t kAbsentMark = uint64_t{2} << 32;
 constexpr uint64_t kNumberMark = uint64_t{3} << 32;
@@ -119,7 +120,8 @@ void NodeBuilder::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
 
 bool fits_slab(c10::ScalarType type, bool requires_grad) {
   if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
-  // Gradients must be added, but PyTorch cannot add complex numbers of two halves (ComplexHalf).
+  // Gradients must be added, but PyTorch cannot add complex numbers in half precision
+  // (ComplexHalf).
   const bool half_complex = c10::isComplexType(type) && c10::elementSize(type) == 4;
   return !requires_grad || !(half_complex || c10::isFloat8Type(type));
 }

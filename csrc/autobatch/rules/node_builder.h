@@ -39,17 +39,17 @@ class NodeBuilder {
   Value operand(size_t i);
   // Adds the tensor at index `element` of argument i, a list.
   Value operand(size_t i, size_t element);
-  // Adds argument i, a tensor that all members of a batch share: the identity of the tensor becomes
+  // Adds argument i, a tensor that all members of a batch share. The identity of the tensor becomes
   // part of the key.
   Value weight(size_t i);
   Value weight(size_t i, size_t element);
   // Adds a placeholder for an optional tensor that was not given.
   void absent(size_t i, size_t element = kNone);
-  // Adds argument i, a Python number that arrives as a tensor, as a constant: its value becomes
-  // part of the key.
+  // Adds argument i as a constant. The argument is a Python number that PyTorch has wrapped in a
+  // tensor. The value of the number becomes part of the key.
   void python_number(size_t i);
-  // Adds all tensors of argument i, a list. The length of the list does not become part of the key.
-  // The op must have no other operands.
+  // Adds all tensors of argument i, which is a list. The length of the list does not become part of
+  // the key. The op must not have other operands.
   void variadic(size_t i);
 
   // --- the key ---
@@ -67,8 +67,8 @@ class NodeBuilder {
   // Adds a result that is kept for backward and not returned to the user.
   void hidden(at::IntArrayRef sizes, c10::ScalarType dtype);
 
-  // Declares the arguments invalid although no Meta kernel detects the error. The call then runs
-  // immediately and is not captured, so that eager raises its own error.
+  // Declares that eager must run the call, for example because the arguments are invalid and no
+  // Meta kernel detects the error. The call then runs immediately and is not captured.
   void leave_to_eager() { deferrable_ = false, left_to_eager_ = true; }
   bool left_to_eager() const { return left_to_eager_; }
   // Sets the device of the results of an op without operands.
@@ -78,7 +78,7 @@ class NodeBuilder {
   uint32_t returned_argument() const { return returned_; }
 
   bool any_requires_grad() const { return any_requires_grad_; }
-  // Makes the results require grad, although no operand does.
+  // Makes the results require grad even if no operand requires grad.
   void require_grad() { any_requires_grad_ = true; }
   const Key& key() const { return key_; }
   const c10::SmallVector<ValueId, 8>& operands() const { return operands_; }
@@ -86,20 +86,21 @@ class NodeBuilder {
   const c10::SmallVector<Slot, 8>& slots() const { return slots_; }
   uint32_t variadic_argument() const { return variadic_; }
   uint64_t weight_slots() const { return weight_slots_; }  // Signature::weight_slots
-  // By operand: the argument that it comes from; {kNone, kNone} if it was not given.
+  // By operand: the position of its argument, or {kNone, kNone} if the operand was not given.
   const c10::SmallVector<Slot, 8>& sources() const { return sources_; }
   // Whether the call may be cached. If so, all calls with an equal CallKey (call_cache.h) have the
   // same key.
   bool is_cacheable() const { return cacheable_; }
-  // Keeps the call out of the call cache, because its key depends on more than the CallKey.
+  // Excludes the call from the call cache, because its key depends on more than the CallKey.
   void do_not_cache() { cacheable_ = false; }
   bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
   const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
   size_t num_visible() const { return num_visible_; }
-  // The device of the operands. A CPU scalar counts only if there are no other operands.
+  // The device of the operands. The device of a CPU scalar is used only if there are no other
+  // operands.
   c10::Device device() const { return device_; }
-  // Whether all operands are on one device (CPU scalars excepted), no operand has a layout that is
-  // left to eager, and slabs support the dtypes of all visible results.
+  // Whether the call can be captured. All operands except CPU scalars must be on one device, every
+  // operand must have a supported layout, and slabs must support the dtypes of all visible results.
   bool deferrable() const { return deferrable_; }
 
  private:

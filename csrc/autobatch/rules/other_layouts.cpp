@@ -1,8 +1,9 @@
 // Ops on tensors that are not row-major, such as transposed sequences. The native rules of these
-// ops take row-major tensors only. Eager's results are row-major for any layout of the operand. A
-// transposed tensor is a view of a row-major tensor with its dimensions in another order, so a
-// reduction or scan runs on the tensor in this order. (Of tensors that no order makes row-major,
-// such as windows, a copy would cost more than a batch for each size.) Other ops run on a copy.
+// ops support row-major tensors only. Eager's results are row-major for any layout of the operand.
+// A transposed tensor becomes row-major if its dimensions are sorted by stride. A reduction or a
+// scan therefore runs on the tensor with sorted dimensions. The other ops run on a row-major copy.
+// Some tensors, such as windows, are not row-major in any order of dimensions. Reductions and scans
+// of these tensors are not covered, because a copy would cost more than one batch for each size.
 #include "autobatch/rules/decompositions.h"
 
 #include <ATen/ATen.h>
@@ -20,10 +21,10 @@ using Arguments = Decomposition::Arguments;
 using Results = Decomposition::Results;
 using Dims = at::DimVector;
 
-// An op, with the positions of its arguments. Argument 0 is the tensor.
+// An op and the positions of its arguments. Argument 0 is the tensor.
 struct LayoutOp {
   std::string_view op;
-  size_t dims = 0;  // an int or a list of ints; 0: runs on a copy
+  size_t dims = 0;  // an int or a list of ints; 0: the op runs on a copy
   size_t keep = 0;  // `keepdim`; 0: the op keeps all dimensions and their sizes
 };
 
@@ -53,7 +54,7 @@ constexpr LayoutOp kOps[] = {
     {"aten::group_norm"},
 };
 
-// Returns the dimensions from the largest stride to the smallest one.
+// Returns the dimensions, sorted by descending stride.
 Dims memory_order(const Tensor& x) {
   Dims order(static_cast<size_t>(x.dim()));
   std::iota(order.begin(), order.end(), 0);
@@ -61,7 +62,7 @@ Dims memory_order(const Tensor& x) {
   return order;
 }
 
-// Whether the dimensions `order` of x are laid out in row-major order. Gaps are allowed.
+// Whether x is row-major if its dimensions have this order. Gaps are allowed.
 bool is_row_major(const Tensor& x, const Dims& order) {
   int64_t extent = 1;
   for (size_t i = order.size(); i-- > 0;) {
@@ -81,8 +82,8 @@ bool is_row_major(const Tensor& x) {
 
 bool is_valid_dim(int64_t dim, int64_t rank) { return dim >= -rank && dim < rank; }
 
-// Returns the dimensions that a call names, wrapped and sorted. Empty if a dimension is missing,
-// out of range or named twice.
+// Returns the dimensions in a call's argument, sorted. Negative numbers are converted. Returns an
+// empty list if no dimension is given, a dimension is out of range, or a dimension occurs twice.
 Dims dims_of(const c10::IValue& argument, int64_t rank) {
   Dims dims;
   if (argument.isInt()) dims.push_back(argument.toInt());
@@ -113,8 +114,8 @@ Dims positions_in(const Dims& order, const Dims& dims) {
   return positions;
 }
 
-// Returns the result with its dimensions in ascending order, where `dims` names the dimensions that
-// it has now. Eager's results are row-major.
+// Returns the result with its dimensions in ascending order. `dims` contains the dimensions in the
+// present order. The returned tensor is row-major, as in eager.
 Tensor sorted(const Tensor& result, const Dims& dims) {
   if (std::ranges::is_sorted(dims)) return result;
   Dims ascending = dims;
@@ -122,7 +123,7 @@ Tensor sorted(const Tensor& result, const Dims& dims) {
   return result.permute(positions_in(dims, ascending)).clone(at::MemoryFormat::Contiguous);
 }
 
-// Runs the op on x with its dimensions in `order`. All results have the same dimensions.
+// Runs the op on x with the dimensions of x in this order. All results have the same dimensions.
 Results run_in(const Dims& order, const OpInfo& op, Arguments arguments) {
   const LayoutOp& entry = entry_of(op);
   const Tensor& x = arguments[0].toTensor();
@@ -148,7 +149,7 @@ Results run_in(const Dims& order, const OpInfo& op, Arguments arguments) {
     if (!keeps) continue;
     at::DimVector sizes(x.sizes());
     for (int64_t d : dims) sizes[d] = 1;
-    result = at::_unsafe_view(result, sizes);  // to autograd, the result is not a view
+    result = at::_unsafe_view(result, sizes);  // for autograd, the result is not a view
   }
   return results;
 }

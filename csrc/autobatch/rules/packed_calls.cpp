@@ -1,6 +1,6 @@
 // PackedSequence: packing a padded tensor, and recurrent networks over packed rows. Both are
-// computed by ops whose native rules take examples of any length. Lengths are data, so they are
-// known.
+// computed by ops whose native rules support examples of any length. Lengths are input data, so
+// their values are known during capture.
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/decompositions.h"
@@ -20,7 +20,7 @@ using at::Tensor;
 using Arguments = Decomposition::Arguments;
 using Numbers = std::vector<int64_t>;
 
-// Whether the tensor is an ordinary tensor [n] of positive numbers in descending order.
+// Whether the value is a tensor [n] of positive numbers in descending order and is not pending.
 bool are_lengths(const c10::IValue& value) {
   if (!is_strided(value, 1) || as_pending(value.toTensor()) != nullptr) return false;
   const Tensor& lengths = value.toTensor();
@@ -43,8 +43,9 @@ Tensor constant(const Numbers& numbers, at::Device device) {
   return at::tensor(numbers, at::kLong).to(device);
 }
 
-// Returns how many of the sorted numbers are larger than 0, than 1, and so on. Lengths of sequences
-// become the numbers of sequences at each step, and the other way round.
+// Returns how many of the sorted numbers are larger than 0, how many are larger than 1, and so on.
+// The function converts lengths of sequences to numbers of sequences at each step. It also performs
+// the inverse conversion.
 Numbers counts_above(const Numbers& sorted) {
   Numbers counts(static_cast<size_t>(sorted.front()));
   for (size_t i = 0; i < counts.size(); ++i) {
@@ -53,8 +54,7 @@ Numbers counts_above(const Numbers& sorted) {
   return counts;
 }
 
-// --- _pack_padded_sequence(x [T, B, ..], lengths [B], batch_first) -> (rows [n, ..], sizes [T])
-// ---
+// --- _pack_padded_sequence(x [T, B, ..], lengths, batch_first) -> (rows [n, ..], sizes [T]) ---
 
 bool covers_packing(const OpInfo&, Arguments arguments) {
   if (!is_strided(arguments[0]) || !are_lengths(arguments[1])) return false;
@@ -82,7 +82,7 @@ Decomposition::Results pack(const OpInfo&, Arguments arguments) {
   return {x.flatten(0, 1).index_select(0, constant(places, x.device())), batch_sizes};
 }
 
-// --- lstm(rows [n, D], sizes [T], (h, c), weights, ..), and the same for gru and rnn ---
+// --- lstm(rows [n, D], sizes [T], (h, c), weights, ..), gru and rnn ---
 
 // Positions of arguments.
 enum { kRows, kSizes, kStates, kWeights, kHasBiases, kLayers, kDropout, kTraining };

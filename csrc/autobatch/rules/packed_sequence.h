@@ -1,4 +1,4 @@
-// Packing of sequences of different lengths, step by step and without padding.
+// Packs sequences of different lengths step by step, without padding.
 #pragma once
 
 #include "autobatch/rules/batch.h"
@@ -10,7 +10,7 @@
 namespace autobatch {
 
 // The order of packed rows. Sequences are sorted by length, the longest first. Rows are sorted by
-// step. So at each step, the sequences that have not ended are the first ones. Row begin(t) + s is
+// step. At each step, the sequences that have not ended have the first places. Row begin(t) + s is
 // step t of the sequence at place s.
 class Packing {
  public:
@@ -30,23 +30,24 @@ class Packing {
   std::vector<int64_t> begin_;
 };
 
-// The sequences of a batch's members, numbered member after member, and the positions of their
-// rows. Operand 0 of a member is its input, [T, B, ..], or [B, T, ..] if `batch_first`.
+// The sequences of all members of a batch, and the positions of their rows. Sequences are numbered
+// member by member. Operand 0 of a member is its input, [T, B, ..], or [B, T, ..] if `batch_first`.
 class Sequences {
  public:
   Sequences(const BatchView& batch, bool batch_first);
 
   const Packing& packing() const { return *packing_; }
 
-  // Returns, for each packed row, its row in the members' concatenated tensors. These tensors are
+  // Returns for each packed row its index in the members' concatenated tensors. These tensors are
   // [T, B, ..], or [B, T, ..] if `batch_first`.
   std::vector<int64_t> rows(bool batch_first) const;
 
-  // Returns, for each place, the row of `run` in the members' concatenated states [runs, B, ..].
+  // Returns for each place the row that contains the state of `run`, in the members' concatenated
+  // states [runs, B, ..].
   std::vector<int64_t> states(int64_t run, int64_t runs) const;
 
-  // Returns, for each packed row of `some`, the packed row of this object. `some` has the sequences
-  // of the members at `positions` of this object.
+  // Returns for each packed row of `some` the equal packed row of this object. `some` has the
+  // sequences of the members at `positions` of this object.
   std::vector<int64_t> rows_of(const Sequences& some, const std::vector<int64_t>& positions) const;
 
  private:

@@ -1,5 +1,5 @@
-// Pooling over one or two dimensions, with one call for each size of the instances. Pooling over
-// one dimension uses the kernels for two dimensions, as eager does: the other dimension has size 1.
+// Pooling over one or two dimensions, with one call for each size of instance. As in eager, pooling
+// over one dimension uses the kernels for two dimensions, with a second dimension of size 1.
 #include "autobatch/rules/by_shape.h"
 #include "autobatch/rules/decompositions.h"
 
@@ -26,9 +26,9 @@ struct Window {
   std::optional<int64_t> divisor;
 };
 
-// Reads an argument into the last `dims` elements of `out`. The argument has one number for all
-// dimensions, or one for each dimension. Returns false if the argument has another form or a number
-// is below `least`.
+// Reads an argument into the last `dims` elements of `out`. The argument contains one number for
+// each dimension, or a single number for all dimensions. Returns false if the argument has another
+// form or a number is below `least`.
 bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2]) {
   if (!value.isIntList()) return false;
   const auto list = value.toIntVector();
@@ -41,9 +41,9 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2
 }
 
 // Reads the window of max_pool(x, kernel, stride, padding, dilation, ceil), avg_pool(x, kernel,
-// stride, padding, ceil, count_include_pad, divisor) or adaptive_pool(x, sizes), where the sizes
-// are stored as the kernel. Returns false if the arguments are unusual or invalid, so that the op
-// itself checks them.
+// stride, padding, ceil, count_include_pad, divisor) or adaptive_pool(x, sizes). For adaptive_pool,
+// the sizes are stored as the kernel. Returns false if the arguments are unusual or invalid. The op
+// then checks the arguments itself.
 template <class Argument>
 bool read(const Pool& entry, const Argument& argument, Window& window) {
   const size_t dims = entry.dims;
@@ -62,14 +62,15 @@ bool read(const Pool& entry, const Argument& argument, Window& window) {
   return window.divisor != 0;
 }
 
-// Returns the result's size in dimension `d`; zero or less if eager raises an error.
+// Returns the result's size in dimension `d`. The returned number is zero or less if eager raises
+// an error.
 int64_t result_length(const Window& w, size_t d, int64_t length) {
   const int64_t reach = w.dilation[d] * (w.kernel[d] - 1) + 1;
   if (2 * w.padding[d] > (w.dilation[d] > 1 ? reach : w.kernel[d])) return 0;
   const int64_t room = length + 2 * w.padding[d] - reach + (w.ceil ? w.stride[d] - 1 : 0);
   if (room < 0) return 0;
   const int64_t out = room / w.stride[d] + 1;
-  // The last window must begin within the instance or its left padding.
+  // The last window must begin inside the instance or inside its left padding.
   return w.ceil && (out - 1) * w.stride[d] >= length + w.padding[d] ? out - 1 : out;
 }
 
@@ -83,7 +84,7 @@ class PoolRule final : public Rule {
     const Value x = builder.operand(0);
     const auto rank = static_cast<size_t>(x.geometry->dim());
     if (rank != entry_.dims + 1 && rank != entry_.dims + 2) return false;
-    // A reduction computes pooling with one window that covers the instance.
+    // If one window covers the instance, a decomposition computes pooling as a reduction.
     if (decomposition_of(builder.op(), builder.arguments()) != nullptr) return false;
     if (!is_float(x) || !row_major(x) || x.geometry->numel == 0) return false;
     Window window;

@@ -1,5 +1,5 @@
-// Random ops, with one draw for the whole batch. The distribution is the same as in eager, but the
-// random numbers of an instance differ.
+// Random ops. One call draws the random numbers of the whole batch. The distribution is the same as
+// in eager, but an instance gets different random numbers.
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// dropout(x, p, train); the mask, scaled by 1 / (1 - p), is a hidden result.
+// dropout(x, p, train). The mask, scaled by 1 / (1 - p), is a hidden result.
 class DropoutRule final : public Rule {
  public:
   bool reads(size_t) const override { return false; }
@@ -53,8 +53,8 @@ class DropoutRule final : public Rule {
   }
 };
 
-// alpha_dropout and feature_alpha_dropout, if nothing is dropped. The op then returns its argument.
-// All other calls are captured by a generic rule.
+// Calls of alpha_dropout and feature_alpha_dropout that drop nothing. These calls return their
+// argument. A generic rule captures all other calls.
 class NoDropoutRule final : public Rule {
  public:
   bool capture(NodeBuilder& builder) const override {

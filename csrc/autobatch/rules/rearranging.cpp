@@ -1,5 +1,5 @@
 // Ops that copy or rearrange the elements of sequences and images: padding with elements of the
-// tensor, windows, pixel shuffles, and upsampling to the nearest element.
+// tensor, windows, pixel shuffles, and nearest-neighbor upsampling.
 #include "autobatch/rules/decompositions.h"
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@ using Arguments = Decomposition::Arguments;
 
 // --- padding with elements of the tensor ---
 
-// The elements before or after x in dimension d. `count` is at least 1.
+// Returns the elements to insert before or after x in dimension d. `count` is at least 1.
 using Border = Tensor (*)(const Tensor& x, int64_t d, int64_t count, bool before);
 
 Tensor reflected(const Tensor& x, int64_t d, int64_t count, bool before) {
@@ -39,12 +39,12 @@ Border border_of(std::string_view mode) {
                                : nullptr;
 }
 
-// The largest number of elements that a border of a dimension of this size can have.
+// Returns the largest number of elements that a border can have in a dimension of this size.
 int64_t largest_border(std::string_view mode, int64_t size) {
   return mode == "reflect" ? size - 1 : mode == "circular" ? size : INT64_MAX;
 }
 
-// pad(x, pad, mode, value), where x has one or two dimensions more than are padded.
+// pad(x, pad, mode, value), where one or two dimensions of x are not padded.
 bool covers_pad(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -75,7 +75,7 @@ Tensor pad(Arguments arguments) {
     if (pads[i + 1] > 0) pieces.push_back(border(x, d, pads[i + 1], false));
     if (pieces.size() > 1) x = at::cat(at::TensorList(pieces), d);
   }
-  // Without padding, eager's result is a copy, too.
+  // If all paddings are 0, the result is a copy, as in eager.
   return x.is_same(arguments[0].toTensor()) ? x.clone() : x;
 }
 
@@ -173,8 +173,8 @@ Tensor unshuffle(Arguments arguments) {
 
 // --- upsampling ---
 
-// The element of the operand that eager's kernel copies to position i of the result.
-// `scale`: the call's scale factor, or 0.
+// Returns the index of the operand's element that eager's kernel copies to position i of the
+// result. `scale` is the scale factor of the call, or 0.
 int64_t nearest(int64_t i, int64_t size, int64_t result_size, double scale) {
   const float step = scale > 0 ? static_cast<float>(1 / scale)
                                : static_cast<float>(size) / static_cast<float>(result_size);
@@ -219,7 +219,7 @@ bool covers_nearest(Arguments arguments) {
     const int64_t size = x.size(2 + static_cast<int64_t>(d)), result_size = upsampling.sizes[d];
     if (result_size <= 0 || result_size % size != 0) return false;
     const int64_t factor = result_size / size;
-    for (int64_t i = 0; factor > 2 && i < result_size; ++i) {  // 1 and 2 are always exact
+    for (int64_t i = 0; factor > 2 && i < result_size; ++i) {  // factors 1 and 2 need no check
       if (nearest(i, size, result_size, upsampling.scales[d]) != i / factor) return false;
     }
   }

@@ -1,6 +1,6 @@
 // Reductions that segment_ops.cpp does not cover. Sums and means over dimensions that are not
-// adjacent take instances of one shape. Softmax over the last dimension takes instances with any
-// number of rows. Medians take instances with equal numbers of elements.
+// adjacent batch instances of one shape. Softmax over the last dimension batches instances with any
+// number of rows. Medians batch instances with equal numbers of elements.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/cpu_dispatch.h"
 #include "autobatch/rules/rule.h"
@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// Returns the dimensions that a call reduces, wrapped and sorted.
+// Returns the dimensions that a call reduces, sorted. Negative numbers are converted.
 std::vector<int64_t> reduced_dims(const c10::IValue& dims, int64_t rank) {
   std::vector<int64_t> out = dims.toIntVector();
   for (int64_t& d : out) {
@@ -100,7 +100,8 @@ class AnyDimsRule final : public Rule {
 
  private:
   static bool keeps_dims(const BatchView& batch) { return batch.argument(2).toBool(); }
-  // Returns the reduced dimensions of the stacked operand, which has the batch dimension in front.
+  // Returns the reduced dimensions of the stacked operand. The first dimension of this operand is
+  // the batch dimension.
   static std::vector<int64_t> dims_of(const BatchView& batch) {
     auto dims = reduced_dims(batch.argument(1), batch.operand_value(0, 0).geometry->dim());
     for (int64_t& d : dims) ++d;
@@ -142,7 +143,7 @@ class SoftmaxRule final : public Rule {
     if (has_host_memory(x.device) && has_cpu_kernels(x.dtype)) return false;
     if (g.dim() == 1 || dim != g.dim() - 1 || g.sizes.back() == 0) return false;
     builder.key(dtype_word(x));
-    // The dimension argument depends on the rank, so both go into the key.
+    // The meaning of a negative dimension depends on the rank, so both are part of the key.
     builder.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
     builder.key(static_cast<uint64_t>(g.sizes.back()));
     builder.result(g.canonical, x.dtype);
@@ -172,9 +173,10 @@ class SoftmaxRule final : public Rule {
 
 // --- medians ---
 
-// median(x) and nanmedian(x), for instances with equal numbers of elements. functorch's rules
-// instead reduce over a dimension, and the gradient of such a reduction goes to only one of several
-// equal elements. Eager shares the gradient evenly among them.
+// median(x) and nanmedian(x), for instances with equal numbers of elements. If several elements are
+// equal to the median, eager divides the gradient evenly among these elements. functorch's rules
+// are not used, because they reduce over a dimension, and such a reduction has a gradient for only
+// one of the equal elements.
 class MedianRule final : public Rule {
  public:
   using Forward = std::tuple<Tensor, Tensor> (*)(const Tensor& x, int64_t dim, bool keepdim);
@@ -199,7 +201,8 @@ class MedianRule final : public Rule {
     // If the median is NaN, the gradient goes to the elements that are NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
-    // Use eager's form. For an infinite gradient, the product and at::where give different results.
+    // The form of the computation is the same as in eager, because for an infinite gradient the
+    // product and at::where have different results.
     batch.add(0, multiplies_by_masks(x.device())
                      ? reached * share
                      : at::where(reached, share, at::zeros({}, share.options())));
@@ -215,9 +218,9 @@ class MedianRule final : public Rule {
 
 // --- operands without dimensions ---
 
-// Ops that return an operand unchanged if it has no dimensions. Backward of NumberRule also passes
-// the gradient on unchanged. The general formulas of these ops, with powers or quotients, would
-// change the gradient of an infinite value.
+// Ops that return an operand unchanged if it has no dimensions. In backward, NumberRule also
+// returns the gradient unchanged. The general formulas of these ops contain powers or quotients,
+// which would change the gradient of an infinite value.
 struct NumberOp {
   const char* op;
   int dim, dtype;  // argument numbers, or -1

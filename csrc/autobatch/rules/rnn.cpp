@@ -18,10 +18,10 @@ namespace {
 
 using at::Tensor;
 
-// The form of the layers, which the signature determines. The ops are
+// The form of the layers. The signature determines the form. The ops are
 //   op(input, hx, params[], has_biases, num_layers, dropout, train, bidirectional, batch_first)
 // -> (output, hy[, cy]). A run is one layer in one direction. The operands are the input, the
-// state(s), and the weights of one run after the other.
+// state(s), and then the weights of each run.
 struct Form {
   Cell cell = Cell::kLstm;
   bool biases = false;
@@ -110,8 +110,8 @@ bool is_matrix(const Value& v, int64_t rows, int64_t columns) {
   return v.geometry->dim() == 2 && v.geometry->sizes[0] == rows && v.geometry->sizes[1] == columns;
 }
 
-// Adds the weights. Returns false if their sizes are not the sizes that eager requires. Sets
-// `requires_grad` if a weight that is not a projection requires grad.
+// Adds the weights. Returns false if eager does not accept their sizes. Sets `requires_grad` if any
+// weight other than a projection requires grad.
 bool capture_params(NodeBuilder& builder, Form& form, int64_t input, int64_t hidden, int64_t output,
                     at::ScalarType dtype, bool& requires_grad) {
   const auto params = builder.argument(2).toListRef();
@@ -173,8 +173,7 @@ class RecurrentLayerRule final : public Rule {
                         requires_grad)) {
       return false;
     }
-    // If only projections require grad, some of eager's results depend on no tensor that requires
-    // grad.
+    // If only projections require grad, some of eager's results do not require grad.
     if (builder.any_requires_grad() && !requires_grad) return false;
     builder.key(dtype_word(x));
     const int64_t row = form.directions * states[0];
@@ -245,7 +244,7 @@ class RecurrentLayerRule final : public Rule {
     states.add_to(batch);
   }
 
-  // With dropout, runs layer by layer with the masks that forward drew.
+  // With dropout, runs layer by layer and uses the masks that forward drew.
   std::vector<Tensor> replay(const Signature& signature, at::ArrayRef<Tensor> operands,
                              at::ArrayRef<Tensor> computed) const override {
     Form form(cell_, signature.arguments);
@@ -285,7 +284,7 @@ class RecurrentLayerRule final : public Rule {
     return geometries.intern({width, length, row}, {row, width * row, 1});
   }
 
-  // Returns the index of the hidden result that contains the dropout mask of the input of `layer`.
+  // Returns the index of the hidden result that contains the dropout mask for the input of `layer`.
   static size_t mask_of(const Form& form, int64_t layer) {
     return form.num_states() + static_cast<size_t>(layer);
   }
@@ -317,7 +316,7 @@ class RecurrentLayerRule final : public Rule {
     return some;
   }
 
-  // Gradients of the final and initial states, with the rows of the states.
+  // Gradients of the final and initial states, row by row.
   class StateGradients {
    public:
     StateGradients(BackwardBatch& batch, const Shape& shape) {

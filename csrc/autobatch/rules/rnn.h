@@ -1,8 +1,8 @@
 // The recurrences of nn.LSTM, nn.GRU and nn.RNN over sequences of different lengths. A call runs
-// one direction of one layer, forward or backward. One GEMM over all rows computes the input's
-// contribution to the gates. The gradient of each weight, and the gradient of the input, is also
-// one GEMM. A step of the recurrence is one GEMM with the recurrent weight and a few passes over
-// the gates.
+// one direction of one layer, in forward or in backward. One GEMM over all rows computes the
+// input's contribution to the gates. In backward, one GEMM computes the gradient of each weight,
+// and one GEMM computes the gradient of the input. A step of the recurrence is one GEMM with the
+// recurrent weight, followed by a few passes over the gates.
 #pragma once
 
 #include "autobatch/rules/packed_sequence.h"
@@ -29,7 +29,7 @@ struct Direction {
 // h' and c' are then results of one autograd node, and h' is not computed from c'.
 bool has_lstm_kernel(const at::Tensor& x);
 
-// Computes lstm_cell's h' from its operands (x, h, c, weights) and its c', by ops that autograd
+// Computes lstm_cell's h' from its operands (x, h, c, weights) and its c', with ops that autograd
 // records.
 at::Tensor lstm_output(at::ArrayRef<at::Tensor> operands, const at::Tensor& c);
 
@@ -55,22 +55,22 @@ at::Tensor lstm_step_backward(const Trace& step, const at::Tensor& gh, const at:
 
 // Runs the recurrence over the packed rows `x` and writes h after each step to the rows of `y`,
 // which may be columns of a wider tensor. `h` and `c`, by place, contain the initial states and are
-// overwritten by the final states. If `trace` is not null, the values that backward reads are
-// stored there.
+// overwritten by the final states. If `trace` is not null, the function stores the values that
+// backward reads in it.
 void run_recurrence(const Packing& packing, const Direction& d, const at::Tensor& x,
                     const at::Tensor& y, const at::Tensor& h, const at::Tensor& c, Trace* trace);
 
 // Gradients, by packed row.
 struct GateGradients {
-  // Gradient of the input's contribution to the gates, and gradient of h's contribution. Except for
-  // GRU, both are the same tensor.
+  // Gradient of the input's contribution to the gates, and gradient of h's contribution. Both are
+  // the same tensor, except for GRU.
   at::Tensor from_x, from_h;
   at::Tensor projected;  // of h, if it was projected
 };
 
 // Computes the backward of run_recurrence. `gy` is the gradient of `y`. `gh` and `gc`, by place,
-// are the gradients of the final states; the gradients of the initial states replace them if
-// `initial` is set.
+// are the gradients of the final states. If `initial` is set, the function overwrites them with the
+// gradients of the initial states.
 GateGradients run_recurrence_backward(const Packing& packing, const Direction& d,
                                       const Trace& trace, const at::Tensor& gy,
                                       const at::Tensor& gh, const at::Tensor& gc, bool initial);

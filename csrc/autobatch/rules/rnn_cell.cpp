@@ -1,5 +1,5 @@
-// Recurrent cells. Each call is one node with two GEMMs. The gates are computed in place, or by
-// eager's fused kernel on devices that have one (CUDA).
+// Recurrent cells. Each call is one node with two GEMMs. On devices with a fused kernel (CUDA),
+// eager's fused kernel computes the gates. On other devices, the gates are computed in place.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/rnn.h"
@@ -56,8 +56,8 @@ bool capture_weights(NodeBuilder& builder, size_t first, const Value& x, const V
   return true;
 }
 
-// Whether the value can be a state or an input: [B, width], with the same B for all states and
-// inputs of a cell.
+// Whether the value can be a state or an input. A state or an input is [B, width], with the same B
+// for all states and inputs of a cell.
 bool is_rows(const Value& v, const Value& like) {
   return v.geometry->dim() == 2 && v.dtype == like.dtype && is_float(v) && row_major(v) &&
          v.geometry->sizes[0] == like.geometry->sizes[0] && v.geometry->sizes[1] > 0;
@@ -67,7 +67,7 @@ int64_t width_of(const BatchView& batch, size_t slot) {
   return batch.operand_value(0, slot).geometry->sizes.back();
 }
 
-// Computes input W^T + b for the operands in these slots: [rows, G*H].
+// Computes input W^T + b, [rows, G*H], from the operands in these slots.
 Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
   WeightCopies* copies = batch.weight_copies(weight);
   const Tensor x = batch.rows(slot, width_of(batch, slot));
@@ -96,7 +96,7 @@ bool suits_kernel(const NodeBuilder& builder, size_t biases) {
          builder.operand_value(0).geometry->numel > 0;
 }
 
-// Computes input W^T without the bias, which the fused kernel adds.
+// Computes input W^T. The fused kernel adds the bias.
 Tensor product(BatchView& batch, size_t slot, size_t weight) {
   WeightCopies* copies = batch.weight_copies(weight);
   return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(), copies);
@@ -106,15 +106,16 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
   return batch.given(slot) ? std::optional<Tensor>(batch.single(slot)) : std::nullopt;
 }
 
-// lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'); operands x, h, c, weights.
-// The gates are in PyTorch's order i, f, g, o. The hidden result contains the activated gates.
-// Backward computes tanh(c') again. A kept tanh(c') would be one seventh of the kept values.
+// lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'). The operands are x, h, c and the
+// weights. The gates are in PyTorch's order i, f, g, o. The hidden result contains the activated
+// gates. Backward computes tanh(c') again. If tanh(c') were kept, it would be one seventh of the
+// kept values.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k >= 1; }
 
-  // FusedLstmCellRule also uses this function, because its results are the same.
+  // FusedLstmCellRule also uses this function, because both rules have the same results.
   static bool capture_cell(NodeBuilder& builder) {
     if (builder.argument(1).toListRef().size() != 2) return false;
     const Value x = builder.operand(0);
@@ -182,8 +183,8 @@ class LstmCellRule final : public Rule {
   }
 
  private:
-  // Computes the step with ATen ops, for any dtype and device. `through`: the gradient of h' that
-  // flows on to c'; undefined if `gc` already contains it.
+  // Computes the step with ATen ops, for any dtype and device. `through` is the gradient of h' that
+  // must be propagated to c'. It is undefined if `gc` already contains its contribution.
   static Tensor step_backward(const Trace& step, const Tensor& through, const Tensor& gh, Tensor gc,
                               Tensor& g) {
     const auto gate = step.gates.chunk(4, 1);
@@ -197,7 +198,8 @@ class LstmCellRule final : public Rule {
   }
 };
 
-// lstm_cell by eager's fused kernel, which returns the activated gates and reads c' in backward.
+// Runs lstm_cell with eager's fused kernel. The kernel returns the activated gates, and its
+// backward reads c'.
 class FusedLstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -230,15 +232,16 @@ class FusedLstmCellRule final : public Rule {
   }
 };
 
-// gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh) -> h'; operands x, h, weights. Gates r, z, n:
-// n = tanh(x_n + r * h_n), h' = n + z * (h - n). Hidden results: r, z, n and h_n.
+// gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh) -> h'. The operands are x, h and the weights. The
+// gates are r, z and n, where n = tanh(x_n + r * h_n) and h' = n + z * (h - n). The hidden result
+// contains r, z, n and h_n.
 class GruCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
   bool reads_result(uint32_t k) const override { return k != 0; }
 
-  // `kept`: width of the hidden result, in multiples of the state's width. FusedGruCellRule also
-  // uses this function.
+  // `kept` is the width of the hidden result, in multiples of the state's width. FusedGruCellRule
+  // also uses this function.
   static bool capture_cell(NodeBuilder& builder, int64_t kept) {
     const Value x = builder.operand(0);
     const Value h = builder.operand(1);
@@ -283,7 +286,7 @@ class GruCellRule final : public Rule {
   }
 };
 
-// gru_cell by eager's fused kernel, which returns r, z, n, h and h_n for backward.
+// Runs gru_cell with eager's fused kernel. The kernel returns r, z, n, h and h_n for backward.
 class FusedGruCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <numeric>
 
-// At -O2, GCC vectorizes only loops that are marked.
+// At -O2, GCC vectorizes only loops that have this mark.
 #ifdef _OPENMP
 #define AUTOBATCH_VECTORIZED _Pragma("omp simd")
 #else
@@ -26,13 +26,14 @@ using at::Tensor;
 // Calls visit(r) for each of n rows of `width` elements.
 template <class Visit>
 void for_rows(int64_t n, int64_t width, const Visit& visit) {
-  constexpr int64_t kGrain = 1 << 15;  // least number of elements per thread
+  constexpr int64_t kGrain = 1 << 15;  // minimum number of elements per thread
   at::parallel_for(0, n, std::max<int64_t>(kGrain / width, 1), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) visit(r);
   });
 }
 
-// The rows of a [rows, width] tensor whose rows are contiguous, or null if the tensor is undefined.
+// The rows of a tensor [rows, width]. Each row is contiguous. `data` is null if the tensor is
+// undefined.
 template <class T>
 struct Rows {
   explicit Rows(const Tensor& t)
@@ -44,8 +45,8 @@ struct Rows {
 
 // --- forward, after the gates are activated ---
 
-// Gates i, f, g, o. Updates c in place; copies the former value of c to `before`, if `before` is
-// defined.
+// Computes c in place from the gates i, f, g, o. If `before` is defined, first copies c to
+// `before`.
 template <class T>
 void lstm_cell_state(const Tensor& gates, const Tensor& c, const Tensor& before) {
   const int64_t width = c.size(1);
@@ -74,7 +75,8 @@ void lstm_hidden_state(const Tensor& gates, const Tensor& tanh_c, const Tensor& 
   });
 }
 
-// Gates r, z, n: n = tanh(x_n + r * h_n), h' = n + z * (h - n).
+// The gates are r, z and n, where n = tanh(x_n + r * h_n) and h' = n + z * (h - n). Adds r * h_n to
+// x_n.
 template <class T>
 void gru_new_gate(const Tensor& gates, const Tensor& from_h, const Tensor& kept) {
   const int64_t width = gates.size(1) / 3;
@@ -101,7 +103,7 @@ void gru_hidden_state(const Tensor& gates, const Tensor& h) {
   });
 }
 
-// --- backward: gradients of the gates and of the former c, from gradients of the new h and c ---
+// --- backward: gradients of the gates and the previous c, from gradients of the new h and c ---
 
 template <class T>
 void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const Tensor& out) {
@@ -133,8 +135,8 @@ void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const
   });
 }
 
-// Reduces `gh` to the part of the gradient that reaches the previous h directly, not through the
-// gates.
+// Replaces `gh` by the part of the gradient that reaches the previous h directly and not through
+// the gates.
 template <class T>
 void gru_backward(const Trace& trace, const Tensor& gh, const Tensor& from_x,
                   const Tensor& from_h) {
@@ -175,7 +177,8 @@ Trace part(const Trace& t, int64_t begin, int64_t n) {
           part(t.extra, begin, n), part(t.unprojected, begin, n)};
 }
 
-// State that the steps share: buffers that are not read after their step, and copies of weights.
+// State that the steps share: buffers whose content is needed within one step only, and copies of
+// weights.
 struct Scratch {
   Tensor tanh_c, unprojected, from_h;
   WeightCopies* copies = nullptr;
@@ -244,8 +247,8 @@ Trace trace_for(const Direction& d, const Tensor& gates) {
   return t;
 }
 
-// Computes the input's contribution to the gates of all steps, with b_ih. Except for GRU, the
-// contribution also includes b_hh.
+// Computes the input's contribution to the gates of all steps. The contribution includes b_ih and,
+// except for GRU, b_hh.
 Tensor project_input(const Direction& d, const Tensor& x) {
   const bool one_sum = d.b_ih.defined() && d.cell != Cell::kGru;
   return multiply(x, d.w_ih.t(), nullptr, one_sum ? d.b_ih + d.b_hh : d.b_ih);
@@ -346,7 +349,8 @@ GateGradients run_recurrence_backward(const Packing& packing, const Direction& d
         at::threshold_backward_out(gx, g, kept.gates, 0);
       }
     });
-    // For sequences that start at this step, only the initial h exists before the step.
+    // Sequences that start at this step have no previous step. The gradient of their initial h is
+    // computed only if `initial` is set.
     const int64_t before = initial ? n : d.reverse ? packing.count(t + 1) : t > 0 ? n : 0;
     if (before == 0) continue;
     Tensor g_before = part(g, 0, before);

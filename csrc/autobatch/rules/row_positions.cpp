@@ -26,8 +26,7 @@ int64_t dims_with_lists(const RowIndexing& indexing) {
   return indexing.dim + static_cast<int64_t>(indexing.lists);
 }
 
-// Returns the number of dimensions of x in front of a row, for the longest row that the index
-// allows.
+// Returns the number of dimensions of x before a row, for the longest row that the index allows.
 int64_t least_leading_dims(const RowIndexing& indexing, const Geometry& x,
                            const IndexGeometries& indices) {
   if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
@@ -40,7 +39,7 @@ int64_t least_leading_dims(const RowIndexing& indexing, const Geometry& x,
   return leading;
 }
 
-// Returns the number of dimensions of x in front of a row of `width` elements.
+// Returns the number of dimensions of x before a row of `width` elements.
 int64_t leading_dims(const RowIndexing& indexing, const Geometry& x, int64_t width) {
   if (indexing.kind == Kind::kLists) return dims_with_lists(indexing);
   int64_t leading = x.dim();
@@ -68,11 +67,11 @@ std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
 
 // --- the lookups of a member ---
 
-// Gives the lookups access to the values of one index operand.
+// Provides the values of one index operand to the lookups.
 class IndexValues {
  public:
   enum class Kind : uint8_t {
-    kInPlace,    // in the operand's own memory, of any device
+    kInPlace,    // in the operand's own memory, on any device
     kCopied,     // in a copy of all members' values, int64 on the host
     kPositions,  // each value is replaced by its position among all members' values, on the host
   };
@@ -83,8 +82,8 @@ class IndexValues {
     next_ = copy_.const_data_ptr<int64_t>();
   }
 
-  // Returns the address of the values of member m, and their strides when expanded to `sizes`. Must
-  // be called for each member once, in order.
+  // Returns the address of the values of member m. Sets `strides` to the strides of the values
+  // after expansion to `sizes`. Must be called once for each member, in order.
   const void* read(int64_t m, at::IntArrayRef sizes, at::DimVector& strides) {
     const Geometry& g = *batch_.operand_value(m, slot_).geometry;
     strides.assign(sizes.size(), 0);
@@ -150,8 +149,8 @@ RowLookups lookups_of(const RowIndexing& indexing, const Geometry& x,
   return out;
 }
 
-// The lookups of all members, and the memory of the index values if the lookups do not read the
-// operands' own memory.
+// The lookups of all members. `values` owns the memory of the index values, unless the lookups read
+// the operands' own memory.
 struct AllLookups {
   AllLookups(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first, int64_t width,
              IndexValues::Kind kind) {
@@ -172,13 +171,13 @@ struct AllLookups {
 
 // --- on the host ---
 
-using Offsets = c10::SmallVector<int64_t, 2>;  // by list, into its values
+using Offsets = c10::SmallVector<int64_t, 2>;  // by list: the offset in its values
 
 const int64_t* values_of(const RowLookups::List& list) {
   return static_cast<const int64_t*>(list.values);
 }
 
-// Writes the rows of one member, whose indices are int64 on the host.
+// Writes the rows of one member. The indices of the member must be int64 in host memory.
 class RowWriter {
  public:
   RowWriter(const RowLookups& lookups, bool from_end) : lookups_(lookups), from_end_(from_end) {}
@@ -234,10 +233,10 @@ void visit_each(const RowLookups& lookups, size_t d, int64_t row, Offsets offset
   }
 }
 
-// Computes the rows by ATen's ops, from a table that the host sends. For each lookup, the table
-// contains the row without the indices' contribution. For each lookup and list, it also contains
-// the position of the index, the number of rows between consecutive indices, and the length of the
-// indexed dimension.
+// Computes the rows with ATen's ops, from a table that the host sends to the device. For each
+// lookup, the table contains the row without the indices' contribution. For each lookup and each
+// list, the table also contains the position of the index, the number of rows between consecutive
+// indices, and the length of the indexed dimension.
 Tensor positions_by_aten(const RowIndexing& indexing, BatchView& batch, at::IntArrayRef first,
                          int64_t width) {
   const AllLookups lookups(indexing, batch, first, width, IndexValues::Kind::kPositions);

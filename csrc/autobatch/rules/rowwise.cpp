@@ -77,7 +77,7 @@ void RowsCall::backward(BackwardBatch& batch) const {
   if (batch.record().local.empty()) return loop_rule().backward(batch);
   const LocalGraph* graph = &batch.record().local.front();
   LocalGraph again;
-  if (!batch.complete()) {  // leave out rows without a gradient, because 0 * NaN is NaN
+  if (!batch.complete()) {  // omit rows without a gradient, because 0 * NaN is NaN
     batch.check_unwritten();
     const ContextGuard context(batch.signature().context);
     again = call(batch, true);
@@ -105,8 +105,8 @@ bool repeats_along(const Geometry& small, at::IntArrayRef large) {
 
 namespace {
 
-// Returns the operand's size in dimension `d` of a result of rank `rank`; 1 if the operand lacks
-// this dimension.
+// Returns the operand's size in dimension `d` of a result of rank `rank`, or 1 if the operand does
+// not have this dimension.
 int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
   const size_t missing = rank - g.sizes.size();
   return d < missing ? 1 : g.sizes[d - missing];
@@ -116,8 +116,9 @@ int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
 
 namespace {
 
-// Returns the dimension along which rows are counted: the first one, or the last but one if all
-// dimensions before it have size 1, as in [1, T, d] of a minibatch of one.
+// Returns the dimension along which rows are counted. This is the first dimension in most cases. If
+// all dimensions before the second-to-last one have size 1, it is the second-to-last dimension. An
+// example is [1, T, d] in a minibatch of size 1.
 size_t row_dim(at::IntArrayRef sizes) {
   const size_t last = sizes.size() < 2 ? 0 : sizes.size() - 2;
   return c10::multiply_integers(sizes.begin(), sizes.begin() + last) == 1 ? last : 0;
@@ -132,8 +133,8 @@ Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, 
   for (const Geometry* g : operands) {
     elements = elements && repeats_along(*g, sizes);
     for (size_t d = along + 1; d < sizes.size(); ++d) {
-      // [T, d] * [T, 1] must have the same spread for T = 1 as for larger T, so the size along rows
-      // is not compared.
+      // The size along rows is not compared, because [T, d] * [T, 1] must have the same spread for
+      // T = 1 and for larger T.
       if (g->sizes.size() == sizes.size() && g->sizes[d] != sizes[d]) elements = false;
       rows = rows && aligned_size(*g, sizes.size(), d) != 0;
     }
@@ -150,7 +151,7 @@ void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geom
 
 bool one_value(const BatchView& batch, size_t slot) {
   if (batch.size() > 1 && &batch.node(0) == &batch.node(1)) {
-    // In a subgraph all members have the same value numbers, so compare the regions.
+    // In a subgraph, all members have the same value numbers, so the regions are compared.
     return batch.operand_region(0, slot).offset == batch.operand_region(1, slot).offset;
   }
   const ValueId first = batch.operand(0, slot);
@@ -162,7 +163,8 @@ bool one_value(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// Returns the sizes of a row of member m's operand, aligned with the dimensions of the result.
+// Returns the sizes of a row of the operand of member m. They are aligned with the dimensions of
+// the result.
 at::DimVector row_sizes(const BatchView& batch, size_t slot, int64_t m = 0) {
   const auto& result = batch.result_value(m, 0).geometry->sizes;
   at::DimVector sizes;
@@ -183,8 +185,8 @@ bool has_rows_of_one_size(const BatchView& batch) {
   return true;
 }
 
-// Returns, for each row of the operand, how often the call uses it: once, or once for each row of
-// the member's result.
+// Returns for each row of the operand how often the call uses the row. The call uses a row once, or
+// once for each row of the member's result.
 Counts row_counts(const BatchView& batch, size_t slot) {
   const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
   Counts counts;
@@ -200,14 +202,14 @@ Counts row_counts(const BatchView& batch, size_t slot) {
   return counts;
 }
 
-// The backward kernel of aten::_prelu_kernel allocates the gradient of each operand in the
-// operand's own sizes, and PyTorch warns when it must resize a gradient. So the call must not
-// broadcast the first operand.
+// The backward kernel of aten::_prelu_kernel allocates the gradient of each operand with the
+// operand's sizes. If PyTorch must resize a gradient, it prints a warning. Therefore the call must
+// not broadcast the first operand.
 constexpr std::string_view kNeverBroadcastsFirst = "aten::_prelu_kernel";
 
-// Whether the call takes the operand once for all members. `is_one(slot)`: whether all members have
-// the same operand. If all operands are the same in all members, the first operand is still
-// repeated for each member, so that the result has a row for each member.
+// Whether the call takes the operand once for all members. `is_one(slot)` is true if all members
+// have the same operand in this slot. If this is true for all slots, the first operand is still
+// repeated for each member, because the result must have a row for each member.
 template <class IsOne>
 bool stands_once(const BatchView& batch, size_t slot, const IsOne& is_one) {
   if (!is_one(slot)) return false;
@@ -232,13 +234,13 @@ bool is_one_row(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// Regions of the members' values with the geometries of in_memory_order. The geometries are deleted
-// together with this object.
+// Regions of the members' values, with geometries from in_memory_order. The geometries exist as
+// long as this object.
 class OrderedRegions {
  public:
   explicit OrderedRegions(const BatchView& batch) : batch_(batch) {}
 
-  // `region_of(m)`: the region of member m's value.
+  // `region_of(m)` returns the region of member m's value.
   template <class RegionOf>
   Regions of(const RegionOf& region_of) {
     Regions regions;
@@ -311,7 +313,7 @@ Tensor results_in_order(BackwardBatch& batch) {
 }
 
 Tensor gradients_in_order(BackwardBatch& batch) {
-  const Tensor flat = batch.grad_flat(0);  // fills in zeros where no gradient arrived
+  const Tensor flat = batch.grad_flat(0);  // a gradient that has not arrived is zero
   if (are_row_major(batch)) return flat;
   OrderedRegions ordered(batch);
   return gathered(ordered.of([&](int64_t m) { return batch.grad_region(m, 0); }));

@@ -1,4 +1,4 @@
-// Rules that call an op itself, once, on the concatenated rows of all instances.
+// Rules that call an op once, on the concatenated rows of all instances.
 #pragma once
 
 #include "autobatch/kernels/segment_reduce.h"
@@ -35,8 +35,8 @@ class RowsCall : public Rule {
   LocalGraph call(BatchView& batch, bool needs_grad) const;
 };
 
-// Whether broadcasting to `large` repeats `small` as a whole. For this, the sizes of `small`,
-// without leading sizes of 1, must be the last sizes of `large`.
+// Whether broadcasting to `large` repeats `small` as a whole. This is true if the sizes of `small`,
+// without leading sizes of 1, are the last sizes of `large`.
 bool repeats_along(const Geometry& small, at::IntArrayRef large);
 
 // The ways to run an elementwise op over instances of any sizes. The cheapest way comes first.
@@ -47,19 +47,20 @@ enum class Spread : uint8_t {
 };
 // `sizes`: sizes of the result. `row_major`: whether the result is row-major in memory.
 Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major);
-// Returns the spread of a batch: the spread of its first member, which has these operands, or
-// kExpanded if the rows of some members have other sizes.
+// Returns the spread of a batch. `operands` are the operands of the first member. The spread of the
+// batch is the spread of the first member, or kExpanded if the rows of some members have other
+// sizes.
 Spread spread_in(const BatchView& batch, at::ArrayRef<const Geometry*> operands, bool row_major);
-// Appends to the key the properties that all members of a batch with this spread have in common.
+// Appends to the key the properties that must be equal in all members of a batch with this spread.
 void add_spread_key(NodeBuilder& builder, Spread spread, at::ArrayRef<const Geometry*> operands,
                     at::IntArrayRef sizes);
 
-// Returns operand `slot` of all members, each expanded to the sizes of its member's result 0, with
-// its elements in the order of the result's memory. The returned tensor is 1-D.
+// Returns operand `slot` of all members as a 1-D tensor. The operand of each member is expanded to
+// the sizes of the member's result 0. The elements are in the order of the result's memory.
 at::Tensor expanded(BatchView& batch, size_t slot);
 // Adds the gradient of the tensor that `expanded` returned.
 void add_expanded(BackwardBatch& batch, size_t slot, const at::Tensor& gradient);
-// Return the results 0 of all members, and their gradients, in the order of `expanded`.
+// Return result 0 of all members, and its gradients, in the order of `expanded`.
 at::Tensor results_in_order(BackwardBatch& batch);
 at::Tensor gradients_in_order(BackwardBatch& batch);
 
@@ -76,15 +77,15 @@ void add_elements(BackwardBatch& batch, size_t slot, const at::Tensor& passed, a
 // Returns operand `slot` as rows [R, ...] for Spread::kRows, or [1, ...] if all members have the
 // same single row.
 at::Tensor spread_rows(BatchView& batch, size_t slot);
-// Returns the sizes of spread_rows without reading values.
+// Returns the sizes of the tensor that spread_rows returns. Does not read values.
 at::DimVector spread_sizes(const BatchView& batch, size_t slot);
 // Adds the gradient of the tensor that spread_rows returned.
 void add_spread_rows(BackwardBatch& batch, size_t slot, const at::Tensor& gradient);
 
 // Whether operand `slot` is the same value in every member.
 bool one_value(const BatchView& batch, size_t slot);
-// Whether operand `slot` is the same value of one element in every member, so that the call can
-// take it once for all members.
+// Whether operand `slot` is the same value in every member and has one element. If so, the call
+// takes the operand once for all members.
 bool is_one_element(const BatchView& batch, size_t slot);
 
 }  // namespace autobatch

@@ -1,6 +1,7 @@
-// The interface of op rules. A rule defines in one place what an op's signature contains and which
-// metadata its results have (capture), how a batch of nodes runs (forward), and how gradients flow
-// back (backward). The files rules/<family>.cpp register rules in tables, one line per op.
+// The interface of op rules. A rule implements an op in one place. `capture` defines the signature
+// and the metadata of the results. `forward` runs a batch of nodes. `backward` computes the
+// gradients of the operands. The files rules/<family>.cpp register rules in tables, one line per
+// op.
 #pragma once
 
 #include "autobatch/graph/op_registry.h"
@@ -24,44 +25,47 @@ class Rule {
   // The name in the report: "native", "functorch" or "loop".
   virtual std::string_view report_name() const { return "native"; }
   // Describes the call in `builder`. Returns false if the rule does not cover this form of the
-  // call. The op's next rule is then tried, and the generic rule last. A rule checks only the
-  // shapes on which the results' shapes depend. If the call may be invalid, the rule returns false,
-  // so that eager raises its own error.
+  // call. In this case the library tries the op's next rule, and finally the generic rule. A rule
+  // checks only the shapes on which the results' shapes depend. If the call may be invalid, the
+  // rule returns false. Eager then raises the error.
   virtual bool capture(NodeBuilder& builder) const = 0;
   // Runs the batch and writes its outputs.
   virtual void forward(Batch& batch) const = 0;
-  // Adds the gradients of the operands, for the members that `batch` holds.
+  // Adds the gradients of the operands, for the members that `batch` contains.
   virtual void backward(BackwardBatch& batch) const = 0;
   // Computes the results of one node as eager does. The default implementation calls the op with
-  // the signature's arguments and `operands` (an undefined operand was not given). `places` are the
-  // tensors that will hold the results, hidden ones included; only their metadata may be read.
+  // the signature's arguments and `operands`. An operand that was not given is undefined. `places`
+  // are the tensors that will hold the results, including hidden results. Only the metadata of
+  // `places` may be read.
   virtual std::vector<at::Tensor> eager(const Signature& signature,
                                         at::ArrayRef<at::Tensor> operands,
                                         at::ArrayRef<at::Tensor> places) const;
-  // Computes the results again, by ops that autograd records. `computed` are the results of the
-  // first run. A random op must not draw new random numbers.
+  // Computes the results again, with ops that autograd records. `computed` contains the results of
+  // the first run. A random op must not draw new random numbers.
   virtual std::vector<at::Tensor> replay(const Signature& signature,
                                          at::ArrayRef<at::Tensor> operands,
                                          at::ArrayRef<at::Tensor> computed) const;
 
-  // Eager computes `result` of the op from its other result `from` (lstm_cell: h' from c'). If the
-  // user holds `from`, the gradient of `result` must pass through the autograd node of `from`.
+  // Eager computes result number `result` of the op from result number `from`. For example,
+  // lstm_cell computes h' from c'. If the user holds `from`, the gradient of `result` must pass
+  // through the autograd node of `from`.
   struct ResultDependency {
     uint32_t result = kNone;
     uint32_t from = kNone;
   };
   virtual ResultDependency result_dependency() const { return {}; }
   // Adds the contribution of the gradient of `result` to the gradient of `from`. `backward` then
-  // leaves this contribution out (BackwardBatch::chained).
+  // omits this contribution (BackwardBatch::chained).
   virtual void backward_chain(BackwardBatch& batch) const { (void)batch; }
-  // Computes `result` from the operands and `from`, by ops that eager's autograd records.
+  // Computes `result` from the operands and `from`, with the ops that autograd records in eager.
   virtual at::Tensor replay_chain(at::ArrayRef<at::Tensor> operands, const at::Tensor& from) const {
     (void)operands;
     return from;
   }
 
-  // Whether the gradient of result `k` goes to operand `slot`. The results of a cell's subgraph may
-  // depend on different operands, and ops that no gradient reaches must not run in backward.
+  // Whether result `k` depends on operand `slot`, so that its gradient reaches the operand. The
+  // results of a cell's subgraph may depend on different operands. Ops that no gradient reaches
+  // must not run in backward.
   virtual bool depends(uint32_t k, size_t slot) const {
     (void)k, (void)slot;
     return true;
@@ -77,13 +81,13 @@ class Rule {
     int64_t first = 0, width = 0;  // columns
     int64_t row = 0;               // number of elements in a row of the result
   };
-  // Returns the vectors whose addition forward can leave to the elementwise program that reads
-  // result 0 first (BatchRecord::leaves_addends).
+  // Returns the vectors that an elementwise program can add instead of forward. The program is the
+  // one that reads result 0 first (BatchRecord::leaves_addends).
   virtual std::vector<Addend> addends(const Tape& tape, const Node& node) const {
     (void)tape, (void)node;
     return {};
   }
-  // The subgraph, if this is the rule of a cell's subgraph; else null.
+  // Returns the subgraph if this is the rule of a cell's subgraph. Otherwise returns null.
   virtual const Subgraph* subgraph() const { return nullptr; }
 
   // Whether a batch is as expensive as a matrix product. The schedule resolves ties between
@@ -91,36 +95,37 @@ class Rule {
   virtual bool heavy() const { return false; }
   // Whether nodes of one signature may share a batch. If false, each node runs alone.
   virtual bool batchable() const { return true; }
-  // Whether eager saves values for backward, so that a second backward is an error.
+  // Whether eager saves values for backward. If so, a second backward without retain_graph is an
+  // error.
   virtual bool saves() const { return true; }
-  // Whether backward reads the operand's value. The value is then kept until backward, and writing
-  // to it before backward is an error.
+  // Whether backward reads the operand's value. If so, the value is kept until backward, and
+  // writing to the value before backward is an error.
   virtual bool reads(size_t slot) const {
     (void)slot;
     return true;
   }
-  // Whether backward reads the values of result `k`. A value that no backward reads is not kept for
-  // backward. If saves() is false, neither operands nor results are kept.
+  // Whether backward reads the values of result `k`. A value is kept only if some backward reads
+  // it. If saves() is false, no operands and no results are kept.
   virtual bool reads_result(uint32_t k) const {
     (void)k;
     return true;
   }
-  // Whether a batch in which all members read one value in this operand runs as one product.
+  // Whether a batch runs as one matrix product if all members read the same value in this operand.
   virtual bool gains_if_shared(size_t slot) const {
     (void)slot;
     return false;
   }
-  // Whether the rule accesses its operands and their gradients only as single regions, so that they
+  // Whether the rule accesses its operands and their gradients only region by region. If so, they
   // need not be gathered.
   virtual bool copies_regions() const { return false; }
-  // Whether the rule's kernels are called below autograd, which then records nothing.
+  // Whether the rule calls its kernels below autograd. If so, autograd does not record the calls.
   virtual bool below_autograd() const { return true; }
   // Whether the metadata of the results is inferred by running the op on sample data
   // (shape_inference.h), once per signature.
   virtual bool infers() const { return false; }
   // For a rule that infers: returns the geometry of a result of this call, given the geometry
-  // `inferred` for the first call of the signature. A rule that leaves lengths out of the key
-  // overrides this function. Null if the inferred geometry does not fit the call.
+  // `inferred` for the first call of the signature. A rule whose key does not contain lengths
+  // overrides this function. Returns null if the inferred geometry does not fit the call.
   virtual const Geometry* geometry_of(NodeBuilder& builder, const Geometry* inferred) const {
     (void)builder;
     return inferred;
@@ -129,14 +134,15 @@ class Rule {
 
 // The rule of `cat`.
 const Rule& cat_rule();
-// Runs a batch as one call under functorch's batching rules; falls back to loop_rule().
+// Runs a batch as one call under functorch's batching rules. If this is impossible, loop_rule()
+// runs the batch.
 const Rule& functorch_rule();
 // Runs a batch as one call per member.
 const Rule& loop_rule();
 // The rule of embedding(weight, ...) where `weight` is a weight (docs/glossary.md).
 const Rule& embedding_rule();
-// Returns the rule for an op without a native rule: loop_rule() for a random op, else a functorch
-// rule.
+// Returns the rule for an op without a native rule. This is loop_rule() for a random op, and a
+// functorch rule for any other op.
 const Rule& generic_rule(const OpInfo& op, bool random);
 
 // The tables, one per family of ops.
@@ -177,8 +183,8 @@ RuleTable generic_exceptions();  // for ops that need a generic rule other than 
 // Helpers that several families use.
 
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }
-// Whether the dimensions are in row-major order, perhaps with gaps. If so, eager's kernels return a
-// contiguous result.
+// Whether the dimensions are in row-major order. Gaps in memory are allowed. For a row-major
+// operand, eager's kernels return a contiguous result.
 inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }
 inline bool is_float(const Value& value) { return c10::isFloatingType(value.dtype); }
 

@@ -1,6 +1,6 @@
-// Ops that write, add or reduce rows into a tensor of the instance, at positions given by indices.
-// Calls can share a batch even if they have different indices, numbers of indices or sizes of the
-// indexed tensor.
+// Ops that write, add or reduce rows into a tensor of the instance, at positions that indices
+// determine. Calls with different indices, numbers of indices or sizes of the indexed tensor can
+// share a batch.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/row_positions.h"
 #include "autobatch/rules/rowwise.h"
@@ -53,8 +53,8 @@ bool is_fill(const ScatterOp& entry) {
 // Whether eager's result has the strides of x. The results of the other ops are row-major.
 bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
 
-// Whether a source whose sizes differ from those of the lookups is valid. index_put expands such a
-// source, and scatter reads only its first part.
+// Whether a source is valid although its sizes differ from the sizes of the lookups. index_put
+// expands such a source. scatter reads only the first part of such a source.
 bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef sizes) {
   if (entry.in_list) {
     return at::is_expandable_to(source, sizes) && c10::multiply_integers(source) != 0;
@@ -63,7 +63,7 @@ bool fits_source(const ScatterOp& entry, at::IntArrayRef source, at::IntArrayRef
   return std::ranges::equal(source, sizes, std::greater_equal());
 }
 
-// Captures a call. Its operands are x, the indices, and the source if that is a tensor.
+// Captures a call. The operands are x, the indices, and the source if it is a tensor.
 bool capture_call(NodeBuilder& builder, const ScatterOp& entry) {
   if (!builder.is_tensor(0)) return false;
   const Value x = builder.operand(0);
@@ -92,8 +92,8 @@ bool capture_call(NodeBuilder& builder, const ScatterOp& entry) {
     if (from.dtype != x.dtype || from.device != x.device) return false;
     const at::IntArrayRef own = from.geometry->sizes;
     if (own != at::IntArrayRef(*sizes) && !fits_source(entry, own, *sizes)) return false;
-    // If a source is read only in part, eager has no gradient for the source. A reduction with such
-    // a source has no gradient at all.
+    // If the op reads only a part of the source, eager computes no gradient for the source. If the
+    // op is also a reduction, eager computes no gradient at all.
     const bool in_part = entry.kind == Kind::kEach && own != at::IntArrayRef(*sizes);
     const bool reduces = entry.effect == Effect::kReduce && x.requires_grad;
     if (in_part && (from.requires_grad || reduces)) return false;
@@ -112,8 +112,8 @@ RowIndexing indexing_of(const BatchView& batch, const ScatterOp& entry) {
   return indexing;
 }
 
-// The concatenated rows of the tensors x of all members, and the positions among them that the
-// indices refer to.
+// Describes the concatenated rows of the tensors x of all members, and the positions of the rows
+// that the indices refer to.
 struct Rows {
   Rows(BatchView& batch, const ScatterOp& entry) {
     const RowIndexing indexing = indexing_of(batch, entry);
@@ -128,16 +128,17 @@ struct Rows {
   int64_t width = 1;
   int64_t count = 0;
   std::vector<int64_t> first;    // by member
-  Tensor positions;              // by row of the source: the row of x that it goes to
+  Tensor positions;              // by row of the source: the row of x that the op writes to
   std::optional<size_t> source;  // slot of the source operand
 };
 
-// The rows of a source operand, which the op may expand (index_put) or read only in part (scatter).
+// The rows of a source operand. The op may expand the operand (index_put) or read only a part of it
+// (scatter).
 class Source {
  public:
   Source(const ScatterOp& entry, size_t slot) : entry_(entry), slot_(slot) {}
 
-  // Whether the op neither expands the operand nor reads only a part of it.
+  // Whether the op reads the whole operand and does not expand it.
   bool is_whole(const BatchView& batch) const {
     if (entry_.kind == Kind::kLists && !entry_.in_list) return true;
     for (int64_t m = 0; m < batch.size(); ++m) {
@@ -262,7 +263,7 @@ class ScatterRule final : public Rule {
 
 // --- reductions ---
 
-// The op itself, called once over the rows of all members.
+// Calls the op once on the rows of all members.
 class ScatterReduceRule final : public RowsCall {
  public:
   explicit ScatterReduceRule(const ScatterOp& entry) : entry_(entry) {}
@@ -279,7 +280,8 @@ class ScatterReduceRule final : public RowsCall {
  protected:
   Tensor operand(BatchView& batch, size_t slot) const override {
     const int64_t width = row_width(indexing_of(batch, entry_), batch);
-    // Pass rows of one element as a vector, because some kernels support more dtypes for vectors.
+    // Rows of one element are passed as a vector, because some kernels support more dtypes for
+    // vectors.
     const at::DimVector sizes = width == 1 ? at::DimVector{-1} : at::DimVector{-1, width};
     if (slot == 0) return batch.rows(0, width).reshape(sizes);
     if (slot == 2) return Source(entry_, 2).rows(batch, width).reshape(sizes);
@@ -301,8 +303,9 @@ class ScatterReduceRule final : public RowsCall {
 
 // --- segments of given lengths ---
 
-// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial) over rows, with
-// lengths. One call takes the concatenated data and lengths of all members.
+// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial), where `axis` is 0
+// and `lengths` is given. One call computes the results from the concatenated data and lengths of
+// all members.
 class SegmentReduceRule final : public RowsCall {
  public:
   bool infers() const override { return false; }
@@ -345,8 +348,9 @@ class SegmentReduceRule final : public RowsCall {
   }
 
  private:
-  // Returns the lengths of all members, after checking the lengths of each member. The call for all
-  // members checks only the total, so the lengths of one member could cover rows of another member.
+  // Checks the lengths of each member and returns the lengths of all members. The check is
+  // necessary because the call for all members checks only the total. Otherwise, the lengths of one
+  // member could cover rows of another member.
   static Tensor checked_lengths(BatchView& batch) {
     const Tensor lengths = batch.flat(1);
     const int64_t* at = lengths.const_data_ptr<int64_t>();

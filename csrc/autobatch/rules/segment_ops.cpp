@@ -1,7 +1,7 @@
 // Reductions and scans over a range of dimensions, for instances of any length. An instance is
-// viewed as rows of `inner` elements (the dimensions behind the range, or the last one of them). A
-// segment consists of consecutive rows, one for each position in the range. There is one segment
-// for each position in the dimensions in front of the range.
+// viewed as rows of `inner` elements (the dimensions after the range, or the last one of these). A
+// segment consists of consecutive rows, one for each position in the range. Each position in the
+// dimensions before the range has one segment.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/segment_softmax.h"
@@ -29,10 +29,10 @@ struct Segments {
   bool moved = false;  // whether the rows are in the order of rows_by_segment()
 
   int64_t size() const { return static_cast<int64_t>(counts.size()); }
-  // Views rows as [segments, length, inner]. Needs `equal`.
+  // Views rows as [segments, length, inner]. `equal` must be true.
   Tensor stacked(const Tensor& rows) const { return rows.view({size(), counts[0], inner}); }
-  // Like stacked(), but [segments, length] if `inner` is 1, because ATen has faster kernels for the
-  // last dimension.
+  // Like stacked(), but returns [segments, length] if `inner` is 1, because ATen has faster kernels
+  // for the last dimension.
   Tensor matrix(const Tensor& rows) const {
     return inner == 1 ? rows.view({size(), counts[0]}) : stacked(rows);
   }
@@ -56,7 +56,7 @@ struct Segments {
     segment_extreme(rows, counts, true, values, indices);
     return values;
   }
-  // Repeats the segment's row of `each` for each row of the segment.
+  // Repeats row i of `each` for each row of segment i.
   Tensor repeat(const Tensor& each) const { return repeat_rows(each, counts); }
   // Returns the lengths as a column, with the dtype and device of `like`.
   Tensor lengths(const Tensor& like) const {
@@ -80,7 +80,7 @@ struct SegmentOp {
   int keepdim;  // argument number, or -1: false
   int dtype;    // number of an argument that must be None or the operand's dtype, or -1
   Types types;
-  bool reduces;  // whether the result has one row per segment, else one per row
+  bool reduces;  // whether the result has one row per segment; otherwise one per row
   bool empty;    // whether a segment may have no rows
   Saves saves;
   void (*forward)(std::vector<Tensor>& outs, const Tensor& x, const Segments& s,
@@ -108,15 +108,15 @@ void mean(Tensor& out, const Tensor& x, const Segments& s) {
   out.div_(s.lengths(out));
 }
 
-// Shares the gradient evenly among the elements that equal the extreme `y`. `with_nan`: whether NaN
-// counts as equal to NaN, as in eager's `max()`.
+// Divides the gradient evenly among the elements that are equal to the extreme `y`. `with_nan`:
+// whether NaN is treated as equal to NaN, as in eager's `max()`.
 Tensor share(const Tensor& g, const Tensor& x, const Tensor& y, const Segments& s, bool with_nan) {
   const Tensor extreme = s.repeat(y);
   Tensor is = x.eq(extreme);
   if (with_nan) is = is.logical_or(x.isnan().logical_and(extreme.isnan()));
   const Tensor shares = s.repeat(g / s.sum(is).to(g.scalar_type()));
-  // Eager's `max()` fills in zeros, except on CUDA. All other calls multiply by the mask in eager,
-  // which gives a different result for an infinite gradient.
+  // In eager, `max()` uses at::where, except on CUDA. All other calls multiply by the mask. For an
+  // infinite gradient, the results differ.
   return with_nan && !multiplies_by_masks(x.device())
              ? at::where(is, shares, at::zeros({}, shares.options()))
              : shares * is;
@@ -210,7 +210,7 @@ Tensor deviation_gradient(const Tensor& g, const Tensor& x, const Tensor& y, con
 void norm(Tensor& out, const Tensor& x, const Segments& s) {
   s.sum_into(x.square(), out);
   out.sqrt_();
-  // For a single row eager returns the absolute value, because the square may overflow or
+  // For a single row, returns the absolute value as eager does, because the square may overflow or
   // underflow.
   int64_t row = 0;
   for (int64_t i = 0; i < s.size(); row += s.counts[i++]) {
@@ -350,7 +350,7 @@ class SegmentRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Segments s = segments(batch);
-    Tensor x;  // undefined if the gradient does not need it, because it may be freed
+    Tensor x;  // undefined if the gradient does not need it, as it may be freed
     std::vector<Tensor> results;
     if (reads(0)) x = rows(batch, s);
     if (entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth) {
@@ -377,21 +377,22 @@ class SegmentRule final : public Rule {
     }
   }
 
-  // Whether the call computes in the dtype of its operand, or sums integers as int64.
+  // Whether the `dtype` argument is None or the dtype of a floating-point operand. (If it is None,
+  // sums of integers are int64.)
   bool keeps(const NodeBuilder& builder, const Value& x) const {
     if (entry_.dtype < 0) return true;
     const c10::IValue& dtype = builder.argument(static_cast<size_t>(entry_.dtype));
     return dtype.isNone() || (is_float(x) && dtype.toScalarType() == x.dtype);
   }
 
-  // Whether eager's result is contiguous, whatever the strides of the operand are.
+  // Whether eager's result is contiguous for any strides of the operand.
   bool is_always_contiguous(const Range& range, const Geometry& g) const {
     if (entry_.reduces) return g.dim() - (range.last - range.first) <= 1;
     const std::string_view op = entry_.op;
     return op == "aten::softmax.int" || op == "aten::log_softmax.int";
   }
 
-  // Returns the range of dimensions of the call; nothing if they are not adjacent.
+  // Returns the range of dimensions of the call, or nothing if they are not adjacent.
   template <class List>
   std::optional<Range> range_of(const List& arguments, int64_t rank) const {
     std::vector<int64_t> dims;

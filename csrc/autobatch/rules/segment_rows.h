@@ -9,10 +9,10 @@
 
 namespace autobatch {
 
-// The range of dimensions that a call reduces or scans. The dimensions in front of the range are
-// the outer ones, and the dimensions behind the range are the inner ones.
+// The range of dimensions that a call reduces or scans. The dimensions before the range are the
+// outer dimensions, and the dimensions after the range are the inner dimensions.
 struct Range {
-  int64_t first = 0, last = 0;  // first to last - 1
+  int64_t first = 0, last = 0;  // the dimensions [first, last)
 
   int64_t outer(const Geometry& g) const { return product(g, 0, first); }
   int64_t length(const Geometry& g) const { return product(g, first, last); }
@@ -26,9 +26,10 @@ struct Range {
   }
 };
 
-// Instances with several inner dimensions may differ in all inner sizes but the last one. Their
-// rows are then gathered in another order: outer, inner without the last, range, last. In this
-// order a segment consists of consecutive rows, as wide as the last dimension.
+// Instances with several inner dimensions may differ in all inner sizes except the last one. The
+// rows of such instances are gathered in another order of dimensions: outer dimensions, inner
+// dimensions except the last one, range, last dimension. In this order a segment consists of
+// consecutive rows, and a row has the size of the last dimension.
 
 // Returns the rows of operand 0 of all members in this order. Shape: [rows, last size].
 at::Tensor rows_by_segment(const BatchView& batch, const Range& range);

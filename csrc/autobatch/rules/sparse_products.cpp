@@ -1,5 +1,5 @@
-// Products of an instance's own sparse matrix and a dense tensor. One batch multiplies matrices of
-// any size, as one product with a block-diagonal matrix does.
+// Products of a sparse matrix that belongs to the instance and a dense tensor. One batch multiplies
+// matrices of any sizes. The batch is equivalent to one product with a block-diagonal matrix.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -22,7 +22,7 @@ using NoCapture = c10::impl::ExcludeDispatchKeyGuard;
 
 // --- from the op to autobatch::sparse_product ---
 
-// The entries of a sparse matrix: int64 indices [2, n] and values [n]. An index pair may occur
+// The entries of a sparse matrix: int64 indices [2, n] and values [n]. A pair of indices may occur
 // several times.
 struct Entries {
   Tensor indices, values;
@@ -32,7 +32,7 @@ const at::SparseTensorImpl& coo_impl(const Tensor& matrix) {
   return *static_cast<const at::SparseTensorImpl*>(matrix.unsafeGetTensorImpl());
 }
 
-// Whether the layout is one that entries_of() reads, and the entries are numbers.
+// Whether entries_of() supports the layout, and the entries are numbers and not tensors.
 bool has_scalar_entries(const Tensor& matrix) {
   if (matrix.layout() == c10::kSparse) {
     return coo_impl(matrix).dense_dim() == 0;
@@ -44,7 +44,8 @@ bool has_scalar_entries(const Tensor& matrix) {
 
 Entries entries_of(const Tensor& matrix) {
   const NoCapture no_capture(compat::kDeferKey);
-  // The values are copied, because writing to the matrix does not change their version counter.
+  // The values are copied, because a write to the matrix does not change the version counter of the
+  // values.
   if (matrix.layout() == c10::kSparse) {
     return {coo_impl(matrix).indices(), coo_impl(matrix).values().clone()};
   }
@@ -150,7 +151,8 @@ class SparseProductRule final : public Rule {
     return batch.result_value(m, 0).geometry->sizes[0];
   }
 
-  // Computes the members' products with the rows `x`, or the products with the transposed matrices.
+  // Multiplies the members' matrices by the rows `x`. If `transposed` is set, multiplies the
+  // transposed matrices by `x`.
   static void multiply(BatchView& batch, const Tensor& x, bool transposed, Tensor& out) {
     const Tensor indices = batch.flat(kIndices), values = batch.flat(kValues);
     out.zero_();
@@ -183,8 +185,8 @@ class SparseProductRule final : public Rule {
   static void multiply_on_device(const BatchView& batch, const Tensor& indices,
                                  const Tensor& values, const Tensor& x, bool transposed,
                                  Tensor& out) {
-    // The positions of the members' row indices in `indices`, the distance from the row index of an
-    // entry to its column index, and each member's first rows.
+    // For each entry: the position of its row index in `indices`, the distance from its row index
+    // to its column index, and the first rows of its member in the result and in x.
     std::vector<int64_t> positions, distances, result_starts, dense_starts;
     int64_t start = 0, result_start = 0, dense_start = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {

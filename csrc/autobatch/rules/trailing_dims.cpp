@@ -14,10 +14,10 @@ using torch::jit::Stack;
 
 // Which trailing dimensions of argument 0 an op works on.
 enum class Tail : uint8_t {
-  kDim,     // from the dimension in `argument` on
-  kDims,    // from the first dimension of the list in `argument` on
-  kShape,   // as many as the list in `argument` has elements
-  kMatrix,  // the last two: the op works on matrices
+  kDim,     // the dimension in `argument` and all later ones
+  kDims,    // the first dimension of the list in `argument` and all later ones
+  kShape,   // one for each element of the list in `argument`
+  kMatrix,  // the last two dimensions, which are matrices
 };
 
 struct TailOp {
@@ -132,7 +132,7 @@ class TailRule final : public RowsCall {
     at::DimVector sizes(x.sizes.begin(), x.sizes.begin() + leading);
     sizes.append(inferred->sizes.begin() + leading, inferred->sizes.end());
     if (entry_.tail != Tail::kMatrix) return builder.graph().geometries().intern_contiguous(sizes);
-    // The matrices of a result may be column-major. They lie one after the other.
+    // The matrices of a result may be column-major. They are adjacent in memory.
     const at::DimVector strides = strides_of(*inferred, leading, sizes);
     if (strides_of(*inferred, leading, inferred->sizes) != at::IntArrayRef(inferred->strides)) {
       return nullptr;
@@ -174,8 +174,8 @@ class TailRule final : public RowsCall {
     }
   }
 
-  // Changes dimensions so that they count from the end, because the call for all instances merges
-  // the leading dimensions.
+  // Converts dimensions to negative numbers, because the call for all instances merges the leading
+  // dimensions.
   void adjust(const BatchView& batch, Stack& arguments) const override {
     if (entry_.tail != Tail::kDim && entry_.tail != Tail::kDims) return;
     c10::IValue& value = arguments[entry_.argument];
@@ -240,9 +240,9 @@ class TailRule final : public RowsCall {
     return weight || add_row(builder, *value.geometry, x, leading);
   }
 
-  // Returns false unless `g` has the rank and the leading sizes of `x`, and is row-major where the
-  // op does not work on matrices. Adds the trailing sizes and the layout of matrices to the key,
-  // because the layout of a result can depend on the layout of an operand.
+  // Returns true if `g` has the rank and the leading sizes of `x`, and is row-major. If the op
+  // works on matrices, `g` need not be row-major. Adds the trailing sizes to the key. For matrices,
+  // also adds the layout, because the layout of a result can depend on the layout of an operand.
   bool add_row(NodeBuilder& builder, const Geometry& g, const Geometry& x, int64_t leading) const {
     const bool of_matrices = entry_.tail == Tail::kMatrix;
     if (of_matrices && g.numel == 0) return false;  // eager's result has another layout
@@ -261,8 +261,8 @@ class TailRule final : public RowsCall {
     return true;
   }
 
-  // Returns the strides of a result with these sizes whose rows have the layout of the rows of
-  // `inferred` and lie one after the other.
+  // Returns the strides of a result with these sizes. Each row of the result has the layout of a
+  // row of `inferred`. The rows are adjacent in memory.
   static at::DimVector strides_of(const Geometry& inferred, int64_t leading,
                                   at::IntArrayRef sizes) {
     at::DimVector strides(inferred.strides.begin(), inferred.strides.end());
@@ -279,7 +279,8 @@ class TailRule final : public RowsCall {
     return rank - tail_of(batch.argument(entry_.argument), rank);
   }
 
-  // Whether each member has one matrix in this operand for all its matrices in operand 0.
+  // Whether each member has a single matrix in this operand, which is used with all of the member's
+  // matrices in operand 0.
   bool is_repeated(const BatchView& batch, size_t slot) const {
     return entry_.repeats && batch.operand_value(0, slot).geometry->dim() == 2 &&
            batch.operand_value(0, 0).geometry->dim() > 2;

@@ -12,13 +12,13 @@ namespace {
 
 using at::Tensor;
 
-// The columns of a row that the op keeps: from `begin` to `end`.
+// The columns of a row that the op keeps: [begin, end).
 struct Kept {
   int64_t begin, end;
 };
 
-// tril(x [..., n, m], diagonal) and triu(x, diagonal): a row-major copy of x with zeros above or
-// below the diagonal.
+// tril(x [..., n, m], diagonal) and triu(x, diagonal) return a row-major copy of x with zeros above
+// or below the diagonal.
 class TriangleRule final : public Rule {
  public:
   explicit TriangleRule(bool is_upper) : is_upper_(is_upper) {}
@@ -47,8 +47,8 @@ class TriangleRule final : public Rule {
   }
 
  private:
-  // Copies the members' triangles from `from` to `to`, which contain the members' elements one
-  // after the other.
+  // Copies the members' triangles from `from` to `to`. Both tensors contain the elements of one
+  // member after another.
   void run(const BatchView& batch, const Tensor& from, const Tensor& to) const {
     const int64_t diagonal = batch.argument(1).toInt();
     int64_t start = 0;

@@ -1,5 +1,5 @@
 // Batches whose members have different weights. Members are sorted by weight, and there is one call
-// for each weight. merge_by_weight.h decides which batches are joined in this way.
+// for each weight. The functions in merge_by_weight.h decide which batches are joined in this way.
 #pragma once
 
 #include "autobatch/rules/backward_batch.h"
@@ -20,7 +20,8 @@ class WeightGroups {
   ~WeightGroups() = default;
 };
 
-// The members [first, first + count) of a batch, which share their weights, and their rows.
+// The members [first, first + count) of a batch, and the rows of these members. The members share
+// their weights.
 struct WeightGroup {
   int64_t first, count;
   int64_t first_row, rows;

@@ -17,9 +17,10 @@ std::vector<uint32_t> node_depths(const ScheduleInput& graph) {
 }
 
 Consumers find_consumers(const ScheduleInput& graph) {
-  // Each count is stored one entry after the matching offset. While the list of a producer is
-  // filled, its offset moves to the end of the list, where the next list begins. The last entry
-  // exists only because of this shift.
+  // At first, begin[p + 2] counts the consumers of node p. After the partial sums, begin[p + 1] is
+  // the offset of p's list. Each consumer that is added to the list increments begin[p + 1]. At the
+  // end, begin[p + 1] is the offset of the next list, and begin[p] is the offset of p's list. The
+  // vector needs one additional entry for this.
   Consumers consumers{std::vector<uint32_t>(graph.num_nodes() + 2),
                       std::vector<uint32_t>(graph.inputs.size())};
   for (const uint32_t producer : graph.inputs) ++consumers.begin[producer + 2];
@@ -46,7 +47,7 @@ std::vector<uint32_t> find_repeated(const ScheduleInput& graph) {
   }
   std::vector<uint32_t> repeated;
   for (uint32_t signature = 0; signature < graph.num_signatures; ++signature) {
-    // Depth grows along a path, so nodes of one depth are never on one path.
+    // Depth grows along a path, so two nodes of equal depth are never on one path.
     if (graph.batchable[signature] && extents[signature].min < extents[signature].max) {
       repeated.push_back(signature);
     }

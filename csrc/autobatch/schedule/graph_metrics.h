@@ -9,13 +9,12 @@
 
 namespace autobatch {
 
-// Returns for each node the length of the longest path that leads to it from a node without
-// producers.
+// Returns for each node the length of the longest path from a node without producers to this node.
 std::vector<uint32_t> node_depths(const ScheduleInput& graph);
 
 struct Consumers {
-  std::vector<uint32_t> begin;  // [nodes + 2] offsets into node
-  std::vector<uint32_t> node;   // ascending for each producer, one entry per edge
+  std::vector<uint32_t> begin;  // [nodes + 2] offsets into `node`
+  std::vector<uint32_t> node;   // one entry per edge, ascending for each producer
 
   std::span<const uint32_t> of(uint32_t producer) const {
     return std::span(node).subspan(begin[producer], begin[producer + 1] - begin[producer]);
@@ -33,7 +32,8 @@ std::vector<uint32_t> find_repeated(const ScheduleInput& graph);
 constexpr size_t kBlock = 8;
 using Counts = std::array<uint32_t, kBlock>;  // by position in the block of signatures
 
-// Returns a schedule by ED-Batch's heuristic, which walks from one end of the graph.
+// Returns a schedule that ED-Batch's heuristic finds. The heuristic walks over the graph from the
+// sinks or from the sources.
 enum class FrontierStart : uint8_t { kSinks, kSources };
 Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start);
 

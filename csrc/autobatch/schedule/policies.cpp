@@ -21,8 +21,8 @@ std::vector<uint32_t> stable_sort_by(std::span<const uint32_t> key, uint32_t num
   return sorted;
 }
 
-// Runs the nodes depth by depth. If nodes of one signature are at different depths, they run in
-// different batches. DyNet's paper (policy_agenda.cpp) and TensorFlow Fold use this policy as a
+// Runs the nodes depth by depth. Nodes of one signature run in different batches if they have
+// different depths. DyNet's paper (policy_agenda.cpp) and TensorFlow Fold use this policy as a
 // baseline.
 class DepthPolicy final : public Policy {
  public:
@@ -50,7 +50,8 @@ class DepthPolicy final : public Policy {
   }
 };
 
-// To add a policy, add a line here. Put its class above, or in a separate file if it is long.
+// To add a policy, add a line here. Write the class of the policy above this function, or in a
+// separate file if the class is long.
 std::span<const std::unique_ptr<const Policy>> policies() {
   static const std::unique_ptr<const Policy> table[] = {
       make_auto_policy(),

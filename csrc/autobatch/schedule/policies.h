@@ -1,4 +1,4 @@
-// The policies. `policies.cpp` has their table and the short policies.
+// The policies. `policies.cpp` contains the table of all policies and the short policies.
 #pragma once
 
 #include "autobatch/schedule.h"

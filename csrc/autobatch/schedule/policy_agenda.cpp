@@ -10,15 +10,15 @@ namespace autobatch {
 namespace {
 
 // Returns the batchable signatures that occur, in order of preference: lowest mean depth first. As
-// in DyNet, the mean is over all nodes of the signature, not only the nodes still to run. A mean
-// over all nodes never changes, so the signatures are sorted only once. For Tree-LSTMs over
-// treebank and syntax trees, the fixed mean gave 7-15% fewer batches than a mean over the remaining
-// nodes.
+// in DyNet, the mean includes all nodes of the signature, and not only the nodes that have not run.
+// This mean never changes, so the signatures are sorted only once. For Tree-LSTMs over treebank and
+// syntax trees, the fixed mean gave 7-15% fewer batches than a mean over the remaining nodes.
 //
-// If two means are equal, a light signature comes before a heavy one, because nodes that it
-// releases may join the heavy batch. After that, the smaller id comes first, so that equal graphs
-// get equal schedules. Other rules for ties (node count, deepest or shallowest first) gave the same
-// number of batches for Tree-LSTMs.
+// If two means are equal, a light signature comes before a heavy one. Nodes of the light signature
+// may make more nodes of the heavy signature ready, and the heavy batch becomes larger. If two
+// signatures are still equal, the smaller id comes first, so that equal graphs get equal schedules.
+// Other rules for ties (node count, deepest or shallowest first) gave the same number of batches
+// for Tree-LSTMs.
 std::vector<uint32_t> by_mean_depth(const ScheduleInput& graph) {
   const std::vector<uint32_t> depth = node_depths(graph);
   std::vector<uint64_t> depth_sum(graph.num_signatures);
@@ -40,9 +40,9 @@ std::vector<uint32_t> by_mean_depth(const ScheduleInput& graph) {
   return result;
 }
 
-// One run of the agenda. The ready nodes of a signature are in the signature's own range of one
-// array. The range has room for all nodes of the signature, so no memory is allocated for a node or
-// a batch.
+// One run of the agenda. All signatures share one array for ready nodes, and each signature has its
+// own range in it. The range has room for all nodes of the signature, so no memory is allocated for
+// a node or a batch.
 class Agenda {
  public:
   explicit Agenda(const ScheduleInput& graph)
@@ -133,14 +133,15 @@ class Agenda {
   std::vector<Queue> queues_;              // by signature
   std::vector<uint32_t> ready_;
   std::vector<uint32_t> waiting_for_;  // number of producers that have not run
-  std::vector<uint32_t> alone_;        // unbatchable nodes that are or were ready
+  std::vector<uint32_t> alone_;        // unbatchable nodes that are ready or have run
   size_t alone_done_ = 0;
-  // The ranks of the queues that are not empty. Changes once or twice per batch, not per node.
+  // The ranks of the queues that are not empty. This queue changes once or twice per batch, not
+  // once per node.
   std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> ready_ranks_;
   Schedule schedule_;
 };
 
-// Neubig, Goldberg, Dyer 2017 (arXiv 1705.07860), section 3.
+// The algorithm of DyNet: Neubig, Goldberg, Dyer 2017 (arXiv 1705.07860), section 3.
 class AgendaPolicy final : public Policy {
  public:
   std::string_view name() const override { return "agenda"; }

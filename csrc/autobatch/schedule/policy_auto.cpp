@@ -55,7 +55,7 @@ Schedule one_by_one(uint32_t nodes) {
   return schedule;
 }
 
-// The best candidates for the most recent graphs, by family.
+// The best candidate for each family of the most recent graphs (ScheduleInput::family).
 class BestCandidates {
  public:
   static BestCandidates& get() {
@@ -63,9 +63,9 @@ class BestCandidates {
     return *best;
   }
 
-  // Returns the best candidate of the family, or null if the candidates are to be compared (again).
-  // A few graphs may differ from the rest of a family. Therefore the candidates are compared for
-  // the 1st, 2nd, 4th, ... graph of a family and for every 64th graph.
+  // Returns the best candidate of the family, or null if the candidates must be compared. A few
+  // graphs may differ from the rest of a family. Therefore the candidates are compared for the 1st,
+  // 2nd, 4th, ... graph of a family and for every 64th graph.
   const Candidate* find(uint64_t family) {
     const std::lock_guard lock(mutex_);
     const auto found = families_.find(family);

@@ -10,9 +10,9 @@
 namespace autobatch {
 namespace {
 
-// A walk over the graph from its sinks or from its sources. at() enumerates the nodes so that each
-// node comes after the nodes that must have run before it. after() gives the nodes that a node
-// releases.
+// A walk over the graph from its sinks or from its sources. at() returns the node at a position of
+// the walk. Each node comes after all nodes that must run before it. after() returns the nodes that
+// wait for the given node.
 class Walk {
  public:
   Walk(const ScheduleInput& graph, bool from_sinks) : graph_(graph), from_sinks_(from_sinks) {
@@ -31,15 +31,16 @@ class Walk {
   Consumers consumers_;
 };
 
-// The data that a run reads of one node, in one struct, because nodes are visited in any order.
+// The data of one node during a run. The data is in one struct, because nodes are visited in an
+// irregular order.
 struct Waiting {
-  uint32_t edges = 0;  // from nodes that have not run; after the node ran: its batch
+  uint32_t edges = 0;  // edges from nodes that have not run; after the node has run: its batch
   uint32_t signature = 0;
   uint32_t level = 0;  // largest number of nodes of its signature before it on one path
 };
 
-// The nodes of one signature that have not run. The ready nodes are in the signature's own range of
-// one array.
+// The nodes of one signature that have not run. All signatures share one array for ready nodes, and
+// each signature has its own range in it.
 struct Kind {
   uint32_t first_ready = 0, end_ready = 0;
   uint32_t lowest = 0;            // lowest level that has nodes left
@@ -47,12 +48,12 @@ struct Kind {
   double mean_place = 0;          // mean position in the walk
 
   uint32_t ready() const { return end_ready - first_ready; }
-  // Returns how many nodes of the frontier are not ready. A node is in the frontier if no remaining
-  // node of its signature is before it. (All nodes on the lowest level are in the frontier. A node
-  // on a higher level is in the frontier only if its own chain is shorter, and such a node is
-  // usually ready.)
+  // Returns how many nodes of the frontier are not ready. A node is in the frontier if all nodes of
+  // its signature that precede it on a path have run. (The result includes only nodes on the lowest
+  // level, which are all in the frontier. Nodes on higher levels can also be in the frontier, but
+  // these nodes are usually ready.)
   uint32_t missing() const { return waiting[lowest]; }
-  // Compares the ready parts of the two frontiers. If a whole frontier is ready, waiting cannot
+  // Compares the ready shares of the two frontiers. If a whole frontier is ready, waiting cannot
   // make its batch larger. In a tie, the signature with the earlier mean position goes first. If
   // both frontiers are completely ready, either choice is safe.
   bool goes_before(const Kind& other) const {
@@ -62,9 +63,9 @@ struct Kind {
   }
 };
 
-// Finds the number of edges that lead to each node, and the levels of the nodes. A node of level k
-// needs k batches of its signature before its own. Several signatures share one walk over the
-// graph; their counts fit into one or two vector registers.
+// Finds the number of edges that lead to each node, and the levels of the nodes. Before a node of
+// level k runs, k batches of its signature must run. One walk over the graph finds the levels of
+// several signatures, whose counts fit into one or two vector registers.
 template <class Count, size_t kBlock>
 class OwnLevels {
  public:
@@ -97,7 +98,8 @@ class OwnLevels {
  private:
   using Counts = std::array<Count, kBlock>;
 
-  // Returns the highest level. If a Count can't hold it, stops and leaves all results unfinished.
+  // Returns the highest level. If a Count cannot hold this level, the walk stops early and the
+  // results are incomplete.
   template <bool kFirst>
   uint32_t walk_once(std::span<const uint8_t> place) {
     uint32_t highest = 0;
@@ -109,7 +111,7 @@ class OwnLevels {
         highest = std::max(highest, nodes_[node].level);
         if (highest == std::numeric_limits<Count>::max()) return highest;
       }
-      // All counts are added at once. After a write of a single count, the load of the whole vector
+      // All counts are added at once. If only one count were written, the load of the whole vector
       // would have to wait until that count is in memory.
       Counts most;
       for (size_t k = 0; k < kBlock; ++k) most[k] = on_path_[node][k] + one_[i][k];
@@ -125,12 +127,13 @@ class OwnLevels {
   const ScheduleInput& graph_;
   const Walk& walk_;
   Waiting* nodes_;
-  PooledArray<Counts> on_path_;           // most nodes on a path that ends before the node
-  std::array<Counts, kBlock + 1> one_{};  // by position: what a node adds; zeros for the others
+  PooledArray<Counts> on_path_;           // most nodes of each signature on a path to the node
+  std::array<Counts, kBlock + 1> one_{};  // entry i is 1 at position i; the last entry is 0
 };
 
 // Returns the signatures that may have two nodes on one path. A walk over the graph finds these
-// signatures. If there is room for all batchable signatures, returns all of them without the walk.
+// signatures. If `room` is sufficient for all signatures, returns all batchable signatures without
+// a walk.
 std::vector<uint32_t> find_counted(const ScheduleInput& graph, size_t room) {
   if (graph.num_signatures > room) return find_repeated(graph);
   std::vector<uint32_t> batchable;
@@ -213,7 +216,7 @@ class Frontier {
     --kind.waiting[now.level];
   }
 
-  // Returns all ready nodes of the signature whose frontier has the largest ready part.
+  // Returns all ready nodes of the signature whose frontier has the largest ready share.
   std::span<const uint32_t> take_best() {
     size_t best = 0;
     for (size_t i = 1; i < available_.size(); ++i) {
@@ -243,14 +246,14 @@ class Frontier {
     }
   }
 
-  // Nodes become ready in any order. Distributing them to the batches by node number restores
-  // capture order within each batch.
+  // Nodes become ready in any order. Distributing the nodes to the batches by node number restores
+  // the capture order within each batch.
   Schedule in_execution_order() {
     Schedule schedule;
     schedule.reaches_bound = sizes_.size() == bound_;
     schedule.batch_begin.push_back(0);
     const size_t batches = sizes_.size();
-    std::vector<uint32_t> next(batches);  // next position in `order`, by batch as taken
+    std::vector<uint32_t> next(batches);  // next position in `order`, by batch number
     for (size_t b = 0; b < batches; ++b) {
       const size_t taken = walk_.from_sinks() ? batches - 1 - b : b;
       next[taken] = schedule.batch_begin.back();
@@ -283,8 +286,8 @@ Schedule frontier_schedule(const ScheduleInput& graph, FrontierStart start) {
 namespace {
 
 // Uses the sufficient condition of Chen et al. 2023 (ED-Batch, arXiv 2302.03851), section 2.3, as a
-// heuristic. The heuristic walks backwards from the sinks. If the result is above the lower bound,
-// it also walks from the sources.
+// heuristic. The heuristic walks backwards from the sinks. If the schedule has more batches than
+// the lower bound, a second walk starts from the sources.
 class FrontierPolicy final : public Policy {
  public:
   std::string_view name() const override { return "frontier"; }

@@ -13,9 +13,9 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kMostBytes = size_t{1} << 23;  // of all cached schedules: about 300,000 nodes
+constexpr size_t kMostBytes = size_t{1} << 23;  // for all cached schedules: about 300,000 nodes
 
-// Computes four chains side by side, because each step of a chain waits for the step before it.
+// Computes four independent chains, because each step of a chain has to wait for the previous step.
 uint64_t hash_of(std::span<const uint32_t> words, uint64_t start) {
   constexpr uint64_t kFactor = 0x9E3779B97F4A7C15U;
   std::array<uint64_t, 4> chains{start, start + 1, start + 2, start + 3};
@@ -95,7 +95,7 @@ class Schedules {
     return *schedules;
   }
 
-  // Sets `comes_again` to whether the table of hashes contains the structure, that is, whether the
+  // Sets `comes_again` to true if the table of hashes contains the graph's hash. In this case the
   // structure has probably occurred before.
   std::optional<Schedule> find(const ScheduleInput& graph, uint64_t hash, bool& comes_again) {
     const std::lock_guard lock(mutex_);
@@ -126,7 +126,7 @@ class Schedules {
 
  private:
   std::mutex mutex_;
-  std::array<uint64_t, 1024> seen_{};  // hashes, each at its value modulo the size
+  std::array<uint64_t, 1024> seen_{};  // a hash h is stored at index h % size
   std::list<Kept> kept_;               // oldest first
   std::unordered_map<uint64_t, std::list<Kept>::iterator> index_;  // by hash
   size_t bytes_ = 0;

@@ -13,10 +13,10 @@
 namespace autobatch {
 
 // Returns the graph's schedule: the cached one, or the result of `schedule`. The result is cached
-// from the second occurrence of a structure on. Thread-safe.
+// when a structure occurs for the second time. Thread-safe.
 Schedule reuse_schedule(const ScheduleInput& graph, const std::function<Schedule()>& schedule);
 
-// Drops all cached schedules. Returns the number of bytes that they took.
+// Drops all cached schedules. Returns the number of bytes that the schedules occupied.
 size_t forget_schedules();
 
 }  // namespace autobatch

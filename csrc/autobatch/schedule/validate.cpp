@@ -37,7 +37,7 @@ uint64_t longest_chains(const ScheduleInput& graph, std::span<const uint32_t> bl
 
 // validate ----------------------------------------------------------------------------------------
 
-// Throws unless `holds`. The message is the concatenation of the parts.
+// Throws if `holds` is false. The message is the concatenation of the parts.
 template <typename... Parts>
 void require(bool holds, const Parts&... parts) {
   if (holds) return;
@@ -67,8 +67,8 @@ void validate_graph(const ScheduleInput& graph) {
   }
 }
 
-// Returns the number of the batch that each node runs in. Throws if a node does not run exactly
-// once.
+// Returns for each node the number of the batch that runs the node. Throws if a node does not run
+// exactly once.
 std::vector<size_t> batch_of_each_node(const ScheduleInput& graph, const Schedule& schedule) {
   const std::vector<uint32_t>& begin = schedule.batch_begin;
   require(!begin.empty() && begin.front() == 0 && begin.back() == schedule.order.size() &&

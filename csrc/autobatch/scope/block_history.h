@@ -9,9 +9,10 @@
 
 namespace autobatch {
 
-// Decides whether the blocks of one place are deferred. If several blocks in a row save no launches
-// (one instance, a loop of reads), the next blocks run eagerly. Deferring begins again if a block
-// makes more calls than the earlier blocks, or can call other code. At a fixed interval, one block
+// Decides whether the blocks of one place are deferred. If several blocks in a row save no
+// launches, the next blocks run eagerly. For example, a block saves no launches if it has only one
+// instance, or if it reads a value after each op. Deferring begins again if a block makes more
+// calls than the earlier blocks, or if it can call different code. At a fixed interval, one block
 // is deferred as a trial.
 class BlockHistory {
  public:
@@ -28,8 +29,8 @@ class BlockHistory {
   // Largest number of calls made by a block that was not worth deferring.
   uint64_t most_calls() const { return most_calls_; }
 
-  // Timing trials of the deferred blocks and the maps. Add 1 to the index if gradients are
-  // recorded, and add 2 for a map.
+  // Timing trials of blocks and maps. The index is 0, plus 1 if gradients are recorded, plus 2 for
+  // a map.
   std::array<Trials, 4> trials;
 
  private:

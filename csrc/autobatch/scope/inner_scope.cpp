@@ -30,7 +30,7 @@ InnerScope::~InnerScope() {
   if (scope_ == nullptr) return;
   try {
     close(true);
-  } catch (...) {  // the error that ends the scope has precedence
+  } catch (...) {  // the error that is already being raised takes precedence
   }
 }
 

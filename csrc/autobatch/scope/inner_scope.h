@@ -1,5 +1,5 @@
-// A scope that code of this library opens, also while a flush or a backward pass of another scope
-// runs on this thread.
+// A scope for code of this library. It can be opened even while a flush or a backward pass of
+// another scope runs on this thread.
 #pragma once
 
 #include "autobatch/export.h"
@@ -11,16 +11,16 @@ namespace autobatch {
 
 class Scope;
 
-// While an object exists, the ops of this thread are captured in a new scope, also ops on ordinary
-// data. Other scopes of this thread are not affected.
+// While an InnerScope exists, the ops of this thread are captured in a new scope. Ops on ordinary
+// tensors are captured too. Other scopes of this thread are not affected.
 class AUTOBATCH_INTERNAL InnerScope {
  public:
   InnerScope();
-  ~InnerScope();  // drops what is pending, unless finish() was called
+  ~InnerScope();  // drops pending nodes, unless finish() was called
   InnerScope(const InnerScope&) = delete;
   InnerScope& operator=(const InnerScope&) = delete;
 
-  // Closes the scope: computes everything that is pending. Raises errors of ops.
+  // Computes all pending tensors and closes the scope. Raises errors of ops.
   void finish() { close(false); }
 
  private:

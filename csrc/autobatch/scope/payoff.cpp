@@ -65,7 +65,7 @@ bool Payoff::pays(uint64_t nodes, uint64_t launches) {
 void Payoff::add_read(const Flush& flush) {
   const auto nodes = static_cast<double>(flush.nodes);
   const double joined = nodes - static_cast<double>(flush.batches);
-  // Nodes left pending may still join batches with later nodes.
+  // Nodes that stay pending may still join batches with later nodes.
   const double left =
       std::max(static_cast<double>(flush.waiting) - static_cast<double>(waiting_), 0.0);
   waiting_ = flush.waiting;
@@ -134,14 +134,14 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
     return;
   }
   report_.add_pause(current_site());
-  // The pause is a multiple of the calls, because a module and its function count as two calls
-  // during a pause.
+  // The number of calls is multiplied, because a module and its function count as two calls during
+  // a pause.
   pause(3 * history_->most_calls() + 16);
 }
 
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
-  if (depth_ != 1) return is_eager_;  // as in the enclosing block
+  if (depth_ != 1) return is_eager_;  // the same as in the enclosing block
   // The history is null if map was not called from the program's own code
   // (`threading.Thread(target=ab.map, ...)`).
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;

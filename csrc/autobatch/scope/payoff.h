@@ -16,17 +16,17 @@ namespace autobatch {
 
 class Payoff {
  public:
-  // Numbers of a flush: the nodes and batches that ran, and the nodes that are still pending.
+  // Counts of a flush: the nodes and batches that ran, and the nodes that are still pending.
   struct Flush {
     uint64_t nodes = 0;
     uint64_t batches = 0;
     uint64_t waiting = 0;      // nodes still pending
-    bool record_open = false;  // backward will run over this flush and later ones together
+    bool record_open = false;  // one backward will run over this flush and later flushes
   };
 
-  // Records a read that caused a flush which only one instance needed.
+  // Records a read that caused a flush for only one instance.
   void add_read(const Flush& flush);
-  // Whether the reads so far cost clearly more than deferring saved.
+  // Whether the reads until now have cost clearly more time than deferring has saved.
   bool is_lost() const;
   // Returns the number of calls that run eagerly before the next trial. The number doubles with
   // each pause, up to a limit.
@@ -42,8 +42,9 @@ class Payoff {
   uint64_t pause_ = 0;  // length of the last pause, in calls
 };
 
-// Counts a call that reaches the library. If the scope is paused and enough calls were counted,
-// ends the pause. Must be called even while a scope is paused. Returns whether ops are captured.
+// Counts a call of a function or module that this library observes. If the scope is paused and
+// enough calls were counted, ends the pause. Must also be called while a scope is paused. Returns
+// whether ops are captured.
 AUTOBATCH_INTERNAL bool count_call();
 
 }  // namespace autobatch

@@ -66,8 +66,8 @@ std::unordered_map<const Graph*, Scope*>& owners() {
   return *map;
 }
 
-// A policy from outside the library. The schedules of the policy are validated, so that an error in
-// the policy cannot lead to wrong values.
+// A custom policy (ScopeOptions::own_policy). Its schedules are validated, so that an error in the
+// policy cannot lead to wrong values.
 class CheckedPolicy final : public Policy {
  public:
   explicit CheckedPolicy(std::shared_ptr<const Policy> policy) : policy_(std::move(policy)) {}
@@ -266,8 +266,8 @@ void Scope::compute(at::ArrayRef<PendingTensor*> tensors, const std::string& rea
   if (!checks_.is_empty()) raise_failed_check(error);
 }
 
-// Whether a later op reads the memory of the value. Also true if there are more than kMostNodes
-// later ops, to bound the time of the search.
+// Whether a later op reads the memory of the value. To limit the time of the search, also returns
+// true if there are more than kMostNodes later ops.
 static bool is_read(const Tape& tape, ValueId id) {
   constexpr size_t kMostNodes = 4096;
   const Value& value = tape.values[id];
@@ -285,9 +285,9 @@ Scope::Waiting Scope::still_waiting(at::ArrayRef<PendingTensor*> tensors, bool v
   const Lock lock(*this);
   check_not_lent();
   for (PendingTensor* tensor : tensors) {
-    if (tensor->graph() != graph_.get()) continue;  // another scope's, or already computed
+    if (tensor->graph() != graph_.get()) continue;  // not pending in this scope
     if (values_only && is_computed(*tensor)) continue;
-    // If a reader saves the memory for backward, a write through `x.data` has to reach this memory.
+    // If an op saves the memory for backward, a write through `x.data` must change this memory.
     const bool alone = is_fresh(*tensor) && !is_read(graph_->tape(), tensor->value());
     alone ? make_alone(*tensor) : waiting.push_back(tensor);
   }
@@ -348,9 +348,9 @@ bool Scope::is_constant(const at::Tensor& tensor) const {
   return graph_->value(pending->value()).base == pending->value();
 }
 
-// Whether the tensor is the result of a factory, or the copy of a number (number_tensors.h), and
-// was never written to. A view is also accepted if it is the only tensor left on the memory, as in
-// `nn.Parameter(torch.empty(n))`.
+// Whether the tensor is the result of a factory or the copy of a number (number_tensors.h), and no
+// op has written to it. A view is also accepted if no other tensor that uses this memory exists, as
+// in `nn.Parameter(torch.empty(n))`.
 bool Scope::is_fresh(const PendingTensor& tensor) const {
   if (!graph_->is_fresh(tensor.value())) return false;
   const Value& base = graph_->value(graph_->value(tensor.value()).base);

@@ -61,7 +61,7 @@ struct Tables : InternTables {
   CallCache calls;
 };
 
-// The capturing state of one thread. Nested BatchScopes share one Scope.
+// The capture state of one thread. Nested BatchScopes share one Scope.
 class Scope : public std::enable_shared_from_this<Scope> {
  public:
   AUTOBATCH_INTERNAL explicit Scope(const ScopeOptions& options);
@@ -72,8 +72,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Returns the scope open on this thread, or null. The scope may be paused.
   AUTOBATCH_INTERNAL static Scope* current();
 
-  // The lock must be held to capture into this scope's graph or to flush it, because other threads
-  // may read its pending tensors at any time.
+  // A thread must hold the lock to capture into this scope's graph or to flush the graph, because
+  // other threads may read the scope's pending tensors at any time.
   class Lock {
    public:
     explicit Lock(Scope& scope);
@@ -97,9 +97,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // of the flush.
   AUTOBATCH_INTERNAL void exit(bool discard_errors = false);
 
-  // Computes everything that is pending. Raises the first error of a captured op. Tensors that
-  // depend on the failed op are lost, and raise an error when they are used. Other tensors can be
-  // used.
+  // Computes all pending tensors. Raises the first error of a captured op. Tensors that depend on
+  // the failed op are lost, and raise an error when they are used. Other tensors can be used.
   AUTOBATCH_INTERNAL void flush(const std::string& reason = "scope.flush()");
 
   // If there are `max_pending` pending nodes, computes about half of them.
@@ -179,15 +178,16 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Returns the error that caused the loss of the tensor. Returns null if the error was not kept
   // (see LossesKept).
   AUTOBATCH_INTERNAL std::exception_ptr loss_of(const PendingTensor& tensor) const;
-  // Drops the kept errors, for a scope that stays open for long and no longer needs these errors.
+  // Drops the kept errors. A scope that stays open for a long time calls this function when it does
+  // not need the errors any more.
   void forget_losses() { losses_.clear(); }
   // Whether the interned tables are so large that they are replaced when nothing is pending.
   bool is_full() const;
   // If nothing is pending, pauses the scope for this many calls, or until `resume`.
   void pause_for(uint64_t calls);
   // While an instance of this class exists, the scope keeps the errors that caused the loss of
-  // tensors (loss_of). The errors are not kept longer, because an error may hold the stack frames
-  // that it passed through.
+  // tensors (loss_of). Afterwards the errors are dropped, because an error may hold references to
+  // the stack frames that it passed through.
   class LossesKept {
    public:
     explicit LossesKept(Scope& scope) : scope_(scope) { ++scope_.losses_kept_; }
@@ -215,17 +215,17 @@ class Scope : public std::enable_shared_from_this<Scope> {
   const ScopeOptions& options() const { return options_; }
   const at::ThreadLocalState& clean_state() const { return *clean_; }
   const std::shared_ptr<Tables>& shared_tables() const { return tables_; }
-  // Adds an op that runs eagerly to the report, with the running line of code. The report
+  // Adds an op that runs eagerly to the report, with the line of code that is running. The report
   // identifies `op` and `reason` by their addresses.
   AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
-  // Keeps the object alive until everything that is pending now has run.
+  // Keeps the object alive until all nodes that are pending at the time of the call have run.
   AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
   // Null unless options().verify.
   Verifier* verifier() { return verifier_.get(); }
   ReadRecords& read_records() { return *read_records_; }
   // Must be called before a write to an ordinary tensor.
   void before_write(const at::Tensor& to);
-  // Never 0, and unique among the scopes of this process.
+  // Returns a number that is never 0 and is unique among the scopes of this process.
   uint64_t id() const { return id_; }
   bool is_open() const { return depth_ > 0; }
   int depth() const { return depth_; }  // number of open blocks
@@ -290,7 +290,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Payoff payoff_;
   SliceCosts slice_costs_;
   std::shared_ptr<BlockHistory> history_;
-  Trials* trials_ = nullptr;  // of history_; null: none
+  Trials* trials_ = nullptr;  // the trials in history_ for this block; null: none
   EagerEstimate estimate_;
   bool estimates_ = false;
   bool is_eager_ = false;      // whether the whole block runs eagerly

@@ -1,4 +1,4 @@
-// The scope's part of deferred checks (deferred_checks.h).
+// The functions of Scope for deferred checks (deferred_checks.h).
 #include "autobatch/backward/backward.h"
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/host_hooks.h"
@@ -35,8 +35,8 @@ bool Scope::is_checked(const at::Tensor& tensor) const {
   });
 }
 
-// Settles the checks of tensors that are still pending although their values are computed. While a
-// flush runs, the flush settles the checks.
+// Verifies the deferred checks of tensors that are still pending although their values are
+// computed. While a flush runs, the flush verifies the checks.
 void Scope::look_at_checks() {
   if (!checks_.any_waiting() || !is_own_thread()) return;
   const auto find = [this](const PendingTensor& tensor) -> std::optional<Region> {

@@ -16,13 +16,13 @@ constexpr double kMargin = 0.97;    // above this ratio of eager to deferred tim
 constexpr double kClear = 0.85;     // up to this ratio, two blocks of each kind are enough
 constexpr double kLost = 1.15;      // above this ratio, one eager block is enough
 constexpr double kOther = 2;        // a block whose time differs by this factor runs different code
-constexpr double kSure = 0.9;       // a block whose ops take a larger share of its time is deferred
+constexpr double kSure = 0.9;       // above this ratio of op time to block time, deferring is kept
 constexpr Seconds kShortest{4e-4};  // shorter blocks have no trials
 constexpr uint32_t kOften = 7;      // blocks shorter than kLong until the next identity is computed
 constexpr Seconds kLong{4e-3};      // for longer blocks, computing the identity costs below 1 %
-constexpr uint32_t kChanging = 8;   // after so many new identities in a row, only needed ones count
+constexpr uint32_t kChanging = 8;   // identity changes in a row until only needed ones are computed
 constexpr size_t kMostOthers = 8;   // models remembered for one place, besides the last one
-constexpr uint32_t kForget = 64;    // after so many blocks of one model, others are forgotten
+constexpr uint32_t kForget = 64;    // after this many blocks of one model, others are forgotten
 
 }  // namespace
 
@@ -32,7 +32,7 @@ double Trials::Times::least() const {
 
 // Computing the identity takes a considerable part of the time of a short block. Therefore the
 // identity of short blocks is computed only if a block may run eagerly, and occasionally to detect
-// another model. Some programs have another identity in each block, for example because each block
+// another model. In some programs each block has a new identity, for example because each block
 // makes a new model. An identity is useless for such programs.
 bool Trials::needs_identity() {
   if (took_ >= kShortest && unknown_ < kChanging) {
@@ -77,7 +77,7 @@ Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_
     case Phase::kWatch:
       run_ = known_.wait == 0 ? Run::kSampled : Run::kDeferred;
       break;
-    case Phase::kTrial:  // first a deferred block; an earlier one may have been slow by chance
+    case Phase::kTrial:  // deferred first, as earlier blocks may have been slow by chance
       run_ = known_.eager.size() < known_.deferred.size() ? Run::kEager : Run::kDeferred;
       break;
     case Phase::kEagerWins:
@@ -129,8 +129,8 @@ void Trials::add(Run run, double seconds) {
 void Trials::decide() {
   if (known_.eager.size() == 0 || known_.deferred.size() == 0) return;
   const double ratio = known_.eager.least() / known_.deferred.least();
-  // A long time between blocks may be due to an evaluation or a checkpoint. In this case a second
-  // eager block is timed.
+  // A long time between blocks may be caused by an evaluation or a checkpoint. If this is possible,
+  // a second eager block is timed.
   const bool may_be_other_work =
       by_period_ && known_.eager.size() == 1 &&
       known_.eager.least() - known_.eager_block > known_.deferred.least();

@@ -1,9 +1,9 @@
 // Measures whether the blocks of one place are faster deferred or eager. By default blocks are
 // deferred. If the estimated eager time of a block's ops is shorter than the time of the whole
 // block, one block runs eagerly. If the eager block is faster, further blocks run alternately eager
-// and deferred. Later blocks run in the faster mode, and the other mode is tried again from time to
-// time. The choice affects results only in their rounding. One place may open blocks of many models
-// in any order, so the times of the last few models are kept.
+// and deferred. Later blocks run in the faster mode, and the other mode is tried again at
+// intervals. The choice affects only the rounding of results. One place may open blocks of many
+// models in any order, so the times of the last few models are kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -75,10 +75,10 @@ class Trials {
   void start_watch(uint32_t wait);
   void start_trial();
 
-  Known known_;                // of the blocks that run now
-  std::vector<Known> others_;  // the last one first
-  uint32_t unchanged_ = 0;     // how often in a row the same identity was determined
-  uint32_t unknown_ = 0;       // how often in a row a new identity was determined
+  Known known_;                // measurements for the current identity
+  std::vector<Known> others_;  // measurements for other identities, the most recent first
+  uint32_t unchanged_ = 0;     // number of consecutive determinations with the same identity
+  uint32_t unknown_ = 0;       // number of consecutive determinations with a new identity
   uint32_t unasked_ = 0;       // number of blocks since an identity was determined
   Clock::duration took_{};     // duration of the last block
   Run run_ = Run::kDeferred;

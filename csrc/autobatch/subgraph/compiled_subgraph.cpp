@@ -94,8 +94,8 @@ class CompiledSubgraphRule final : public Rule {
   at::Tensor operand(Batch& batch, size_t i) const {
     if (subgraph_.is_weight[i]) return batch.single(i);
     at::Tensor stacked = batch.stacked(i).contiguous();
-    // Compiled code may save an operand that eager does not save. In eager a later write to this
-    // operand is not an error. So the compiled code gets a copy of the operand.
+    // Compiled code may save an operand that eager mode does not save. In eager mode, a later write
+    // to this operand is not an error. So the compiled code gets a copy of the operand.
     const Value& value = batch.operand_value(0, i);
     const Value& base = batch.tape().values[value.base];
     const bool may_change = base.is_graph_input() && !subgraph_.operand_saved[i] &&
@@ -103,9 +103,9 @@ class CompiledSubgraphRule final : public Rule {
     return may_change ? stacked.clone() : stacked;
   }
 
-  // Compiles the subgraph at the first use. `mutex_` is not held meanwhile, because the compiler
-  // takes the lock of its host (Python's GIL). If two threads call this function at the same time,
-  // both may compile.
+  // Compiles the subgraph at the first use. `mutex_` is not held during compilation, because the
+  // compiler takes a lock of the host (Python's GIL). If two threads call this function at the same
+  // time, both may compile.
   std::shared_ptr<CompiledSubgraph> find_code(at::ArrayRef<at::Tensor> operands) const {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -119,7 +119,8 @@ class CompiledSubgraphRule final : public Rule {
     return code_;
   }
 
-  // Runs backward for members with gradients of the same set of results.
+  // Runs the backward of members that have gradients for the same results. `reached`: bit set of
+  // these results.
   void differentiate(BackwardBatch& batch, uint8_t reached) const {
     const auto& run = *static_cast<const Run*>(batch.record().kept.get());
     const bool alone = batch.size() == 1;
@@ -202,8 +203,8 @@ std::shared_ptr<const Rule> make_compiled_subgraph_rule(Subgraph subgraph) {
   for (const ValueId id : plain->subgraph()->results) {
     any_gradient |= plain->subgraph()->tape.values[id].requires_grad;
   }
-  // If eager saves no tensors, the user may run backward any number of times. Compiled code always
-  // saves tensors, so it can't be used in this case.
+  // If eager mode saves no tensors, the user may run backward any number of times. Compiled code
+  // always saves tensors, so it can't be used in this case.
   if (any_gradient && !plain->saves()) return plain;
   return std::make_shared<CompiledSubgraphRule>(std::move(plain));
 }

@@ -1,7 +1,7 @@
 // Subgraphs that run as compiled code. For `cell(compile=True)`, a batch of calls runs as one call
-// of compiled code, on the stacked inputs. The backward of the batch is also one call. The program
-// that embeds the library sets the compiler. In Python the compiler is
-// torch_autobatch/_compiled.py, which uses PyTorch's Inductor.
+// of compiled code, on the stacked inputs. The backward of the batch is also one call. The host
+// (host_hooks.h) sets the compiler. In Python the compiler is torch_autobatch/_compiled.py, which
+// uses PyTorch's Inductor.
 #pragma once
 
 #include "autobatch/export.h"
@@ -23,7 +23,7 @@ class CompiledSubgraph {
     std::vector<at::Tensor> tensors;
     std::vector<uint8_t> stacked;  // by tensor: whether the tensor has a row for each member
   };
-  // The gradient of an operand, or one term of it.
+  // The gradient of an operand, or one term of this gradient.
   struct Gradient {
     enum class Kind : uint8_t {
       kStacked,  // [n, *sizes]
@@ -47,15 +47,15 @@ class CompiledSubgraph {
                                          at::ArrayRef<at::Tensor> gradients) = 0;
 };
 
-// A function that compiles a subgraph. If the subgraph can't be compiled, it warns the user and
-// returns null. `operands`: the stacked operands of one batch.
+// A function that compiles a subgraph. If the subgraph can't be compiled, the function warns the
+// user and returns null. `operands`: the stacked operands of one batch.
 using SubgraphCompiler = std::function<std::unique_ptr<CompiledSubgraph>(
     const std::shared_ptr<const Rule>& plain, at::ArrayRef<at::Tensor> operands)>;
 AUTOBATCH_INTERNAL void set_subgraph_compiler(SubgraphCompiler compiler);
 
-// Returns `reached` and all results to which backward from the results in `reached` can pass a
-// gradient. If one of the returned results gets an additional gradient of zero, no gradient
-// changes.
+// Returns a bit set that contains `reached`, and all results that receive a gradient if backward
+// starts at the results in `reached`. An additional gradient of zero for any of the returned
+// results does not change other gradients.
 AUTOBATCH_INTERNAL uint8_t closure_of(const Subgraph& subgraph, uint8_t reached);
 
 // Returns a rule that runs the compiled code. If the compiled code can't run a batch, the rule

@@ -255,8 +255,8 @@ class Backward {
   // program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
-  // Chooses kPassing for the gradient of a result under two conditions. No part of the gradient has
-  // arrived yet, and the program reads the result only as a whole.
+  // Chooses kPassing for the gradient of a result if two conditions hold: no part of the gradient
+  // has arrived yet, and the program reads the result only as a whole.
   void find_kinds(const SubgraphStep& step) {
     step.each_node([&](NodeId n) {
       const bool came = accumulator_.gradient_of_base(result_of(n)).defined();

@@ -1,8 +1,8 @@
 // Runs several elementwise ops of a subgraph, such as the gates of a cell, as one elementwise
-// program (elementwise_program.h). The elementwise program handles one block of members after the
-// other. In forward, no memory is allocated for results that only this elementwise program reads.
-// In backward, no memory is allocated for the gradients of such results. The fused cells of DyNet
-// and Cavs are written by hand. In this library the ops are found automatically.
+// program (elementwise_program.h). The elementwise program processes the members block by block. In
+// forward, no memory is allocated for results that only this elementwise program reads. In
+// backward, no memory is allocated for the gradients of such results. The fused cells of DyNet and
+// Cavs are written by hand. In this library the ops are found automatically.
 #pragma once
 
 #include "autobatch/rules/flush_record.h"
@@ -30,7 +30,7 @@ struct MemberRange {
 };
 
 // Runs the backward of the step's elementwise program. The function reads the gradients of the
-// results that have arrived, and adds to the gradients of the operands. A gradient buffer has
+// results if they have arrived, and adds to the gradients of the operands. A gradient buffer has
 // exactly one row for each of `members`.
 void run_fused_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members);

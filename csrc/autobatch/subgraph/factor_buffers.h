@@ -1,7 +1,7 @@
 // Memory for the factors of weights' gradients in subgraphs. The gradient of a weight is computed
-// by one product over the rows of all batches. For this product, rows that are not adjacent in
-// memory have to be copied first. In a graph of single ops the rows are always adjacent, because
-// the results of one signature share one slab.
+// by one matrix product over the rows of all batches. Rows that are not adjacent in memory would
+// have to be copied before this product. In a graph of single ops the rows are always adjacent,
+// because the results of one signature share one slab.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,11 +25,10 @@ struct RowRange {
 // One object for each subgraph. Thread-safe.
 class FactorBuffers {
  public:
-  // Returns a 1-D uninitialized tensor of `count * width` elements. If the batches run in order,
-  // the memory of consecutive batches is adjacent. Forward must run the batches from first to last,
-  // and backward from last to first. If the batches do not run in order, a batch gets separate
-  // memory. `flush` identifies the flush, because several flushes may run at the same time.
-  // `number` is the slab's number.
+  // Returns a 1-D uninitialized tensor of `count * width` elements. The memory of consecutive
+  // batches is adjacent if forward runs the batches from first to last, and backward runs them from
+  // last to first. In any other order, a batch gets separate memory. `flush` identifies the flush,
+  // because several flushes may run at the same time. `number` is the slab's number.
   at::Tensor take(const void* flush, bool backward, uint32_t number, const RowRange& range,
                   int64_t width, const at::TensorOptions& options);
 

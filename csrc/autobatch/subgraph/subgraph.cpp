@@ -189,7 +189,7 @@ class Forward {
   FlushRecord& record_;
 };
 
-// Runs backward for members for which gradients have reached the same results.
+// Runs the backward of members that have gradients for the same results.
 class Backward final : public Enclosing {
  public:
   Backward(const Subgraph& subgraph, FactorBuffers& joined, SubgraphRun& run, BackwardBatch& batch)
@@ -312,12 +312,12 @@ class SubgraphRule final : public Rule {
  public:
   explicit SubgraphRule(Subgraph subgraph) : subgraph_(std::move(subgraph)) {}
 
-  bool capture(NodeBuilder&) const override { return false; }  // made from other nodes
+  bool capture(NodeBuilder&) const override { return false; }  // made from captured nodes
   void forward(Batch& batch) const override { Forward(subgraph_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {
-    // Raises the error for a second backward. If an op keeps values that eager does not keep, no
-    // earlier check has raised this error.
+    // Raises the error for a second backward. If an op keeps values that eager mode does not keep,
+    // earlier checks do not raise this error.
     if (batch.record().kept == nullptr) raise_consumed("a cell");
     auto& run = *static_cast<SubgraphRun*>(batch.record().kept.get());
     bool alike = true;
@@ -366,7 +366,7 @@ class SubgraphRule final : public Rule {
   }
 
   bool heavy() const override { return subgraph_.heavy; }
-  bool below_autograd() const override { return false; }  // some of its rules use autograd
+  bool below_autograd() const override { return false; }  // the rules of some ops use autograd
   bool saves() const override { return subgraph_.saves; }
   bool reads(size_t slot) const override { return subgraph_.operand_saved[slot] != 0; }
   bool reads_result(uint32_t k) const override {

@@ -1,8 +1,7 @@
 // A subgraph is one node that contains the ops of a cell. A batch of n calls of the cell runs each
-// op of the subgraph once, for all n members. All calls have the same shapes. So the values of an
-// op are evenly spaced in one buffer, and the properties of one member hold for all members. For
-// this reason a subgraph needs no list with an entry for each member. Only the cell's inputs are
-// gathered.
+// op of the subgraph once, for all n members. All calls have the same shapes. Therefore the values
+// of an op are evenly spaced in one buffer, and the properties of one member hold for all members.
+// So a subgraph needs no list with an entry for each member. Only the cell's inputs are gathered.
 //
 // A subgraph is stored as the tape of one member. A batch runs this tape with the rules of its ops,
 // like a small flush. The graph inputs of the tape are the stacked inputs of the cell, and the
@@ -27,8 +26,8 @@ struct FusedNode {
   std::array<int64_t, 3> run{};
 };
 
-// The bias of a product. The elementwise program that reads the product first adds this vector to
-// columns of the product.
+// The bias of a matrix product. The elementwise program that reads the product first adds the bias,
+// a vector, to columns of the product.
 struct FusedAddend {
   ValueId product = kNone, addend = kNone;
   Rule::Addend where;
@@ -70,12 +69,12 @@ struct Subgraph {
   std::vector<uint8_t> is_factor, is_grad_factor;
   std::vector<uint8_t> operand_saved;  // by operand: the backward of some op reads it
   std::vector<uint8_t> is_copied;      // by operand: all rules that read it copy its regions
-  std::vector<uint64_t> depends;  // by result of the cell: bit i: its gradient goes to operand i
-  std::vector<uint8_t> feeds;     // by result: another result depends on it
-  std::vector<uint8_t> closure;   // by result k: bit j: its gradient goes to result j, or j == k
+  std::vector<uint64_t> depends;  // by result of the cell; bit i: operand i receives its gradient
+  std::vector<uint8_t> feeds;     // by result: whether another result depends on it
+  std::vector<uint8_t> closure;   // by result k; bit j: result j receives its gradient, or j == k
   bool heavy = false;
   bool saves = false;   // an op keeps values for backward
-  Partition partition;  // of the values that gradients go to
+  Partition partition;  // of the values that receive gradients
 
   void complete();
   // Returns the tape with the ops that eager runs.
@@ -91,7 +90,7 @@ std::shared_ptr<const Rule> make_subgraph_rule(Subgraph subgraph);
 
 // Replaces a subgraph's node with the ops of the subgraph if the user holds a result from which
 // another result is computed. As in eager, the gradient of the other result must pass through the
-// result that the user holds. `record` contains the results that were computed before. The function
+// result that the user holds. `record` contains the results that are already computed. The function
 // updates the numbers of the split's nodes and values in the record.
 void unfold_held_subgraphs(Split& split, FlushRecord& record);
 // Whether unfold_held_subgraphs() would replace this node.

@@ -1,5 +1,5 @@
-// Completes a subgraph that so far has only a tape. Finds the execution order of the ops, and the
-// place and lifetime of each value. Also finds the operands and results that each gradient goes to.
+// Completes a subgraph of which only the tape is set. Finds the execution order of the ops, and the
+// place and lifetime of each value. Also finds which operands and results receive each gradient.
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -10,7 +10,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kLargestTiled = size_t{1} << 20;  // elements, because each element is checked
+constexpr size_t kLargestTiled = size_t{1} << 20;  // elements; each element is checked
 
 class Completer {
  public:
@@ -29,8 +29,8 @@ class Completer {
   }
 
  private:
-  // Finds the steps. Every op that is not elementwise runs at the earliest possible step. So more
-  // elementwise ops can be joined in one elementwise program.
+  // Finds the steps. Every op that is not elementwise runs at the earliest possible step. This
+  // allows more elementwise ops to be joined in one elementwise program.
   void find_steps() {
     std::vector<std::optional<FusedNode>> elementwise;
     for (NodeId n = 0; n < tape_.nodes.size(); ++n)
@@ -132,8 +132,8 @@ class Completer {
   }
 
   // An elementwise program may read parts of a product, such as the gates of a cell. If each part
-  // is read once, the result that is computed from a part is written to the memory of this part.
-  // The memory is in the cache, and the product is not needed any more.
+  // is read once, the program writes the result that it computes from a part to the memory of this
+  // part. This memory is already in the CPU's cache, and the product is not needed any more.
   void write_in_place() {
     std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
     for (const ValueId id : tape_.operands) {
@@ -232,9 +232,9 @@ class Completer {
     }
   }
 
-  // For each value, finds the operands and the results of the cell that its gradient goes to.
+  // For each value, finds the operands and the results of the cell that receive its gradient.
   void find_dependences() {
-    const Tape& tape = subgraph_.ops();  // as captured: a gate depends on one weight only
+    const Tape& tape = subgraph_.ops();  // captured: each gate depends on only one weight
     std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
     for (ValueId id = 0; id < tape.values.size(); ++id) {
       const Value& value = tape.values[id];
@@ -269,7 +269,7 @@ class Completer {
   }
 
   // Handles an op that computes one of its results from another result (Rule::result_dependency).
-  // Has an effect only when it is called for the later of the two results.
+  // The function has an effect only for the later of the two results.
   void pass_on_by_dependency(const Value& value, std::vector<uint64_t>& results) const {
     const Node& node = subgraph_.ops().nodes[value.node];
     const Rule::ResultDependency dependency = node.signature->rule->result_dependency();
@@ -278,7 +278,7 @@ class Completer {
     results[node.first_value + dependency.result] |= results[node.first_value + dependency.from];
   }
 
-  // For each value that gradients go to, finds the views that ops read. The views are stored if
+  // For each value that receives gradients, finds the views that ops read. The views are stored if
   // they divide the value into parts.
   void find_partition() {
     Partition& partition = subgraph_.partition;

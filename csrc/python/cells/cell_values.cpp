@@ -139,7 +139,7 @@ bool CellInputs::add(PyObject* value) {
     return add_object(reinterpret_cast<PyObject*>(Py_TYPE(value))) && add_items(value);
   }
   if (PyObject* fields = fields_of(value)) return add_fields(value, fields);
-  // The value is of a subclass of Tensor, dict or list.
+  // The value is an instance of a subclass of Tensor, dict or list.
   if (THPVariable_Check(value)) capturable_ = false;
   if (PyDict_Check(value) || PyList_Check(value)) return capturable_ = false, true;
   return add_object(value);

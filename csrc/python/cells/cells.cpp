@@ -43,8 +43,8 @@ class LastingTemplates {
     steps_ += made->num_steps();
     table_.add(key, std::move(made), function);
   }
-  // Whether many traces gave no template. In this case the ops of the function seem to depend on
-  // more than the kinds of its tensors.
+  // Whether many traces produced no template. In this case the ops of the function probably depend
+  // on data that is not in the key of a call.
   bool give_up() const { return failures_ >= kMostFailures; }
   void count_failure() { ++failures_; }
 
@@ -238,7 +238,7 @@ class Use {
       if (lasting() && PyTuple_Check(result)) cell_->lasting->count_failure();
       made = std::make_unique<CellTemplate>();  // no steps: later calls run the function
     }
-    Key key;  // a new key: only the trace shows which inputs are weights
+    Key key;  // a new key, because only the trace shows which inputs are weights
     if (!make_key(key)) return true;
     for (PyObject* object : inputs_.objects()) host->held.push_back(Py_NewRef(object));
     made->host = std::move(host);

@@ -17,7 +17,7 @@ namespace {
 
 constexpr size_t kMostOfOne = size_t{64} << 10;
 
-// Whether the tensor is an ordinary dense tensor in the host's memory, whose values are constant.
+// Whether the tensor is an ordinary strided CPU tensor that requires no gradient.
 bool is_data(const at::Tensor& tensor) {
   using c10::DispatchKey;
   const c10::DispatchKeySet keys = tensor.key_set();
@@ -28,7 +28,8 @@ bool is_data(const at::Tensor& tensor) {
          tensor.layout() == at::kStrided && !tensor.requires_grad();
 }
 
-// Whether updates or instances of a map may still have to write to ordinary memory.
+// Whether pending updates, or instances of a map, may still write to the memory of ordinary
+// tensors.
 bool may_be_stale() {
   Scope* scope = Scope::current();
   if (scope == nullptr) return false;
@@ -42,8 +43,8 @@ void append(std::string& key, const void* bytes, size_t size) {
 
 void append(std::string& key, int64_t number) { append(key, &number, sizeof number); }
 
-// Appends the metadata and the elements. Returns false if there are too many elements, or if they
-// are not in one piece.
+// Appends the metadata and the elements. Returns false if the tensor is too large or is not
+// contiguous.
 bool append(std::string& key, const at::Tensor& tensor) {
   if (!tensor.is_contiguous() || tensor.nbytes() > kMostOfOne) return false;
   append(key, static_cast<int64_t>(tensor.scalar_type()) << 8 | tensor.dim());
@@ -95,8 +96,8 @@ bool share_memory(const at::Tensor& result, const py::tuple& values) {
   });
 }
 
-// Returns the results without views of the values, and adds their size to `num_bytes`. Returns
-// nothing if a result cannot be stored.
+// Returns the results, and adds their size to `num_bytes`. A result that is a view of one of the
+// values is copied. Returns nothing if a result cannot be stored.
 std::optional<py::tuple> stored(const py::tuple& results, const py::tuple& values,
                                 size_t& num_bytes) {
   py::tuple made(results.size());

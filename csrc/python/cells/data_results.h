@@ -1,7 +1,7 @@
-// Results that a dynamic cell's program computes from ordinary data alone: masks, the indices of
-// their true elements, counts. The results are stored by the values of the data, so a change of the
-// data is always noticed. The layers of a graph network use the same edges, and epochs use the same
-// graphs.
+// Results that a dynamic cell's program computes only from ordinary data, such as masks, the
+// indices of the true elements of a mask, and counts. The values of the data are the key of the
+// results, so stored results are never used for changed data. Stored results are often used again,
+// because all layers of a graph network use the same edges, and all epochs use the same graphs.
 #pragma once
 
 #include <torch/extension.h>

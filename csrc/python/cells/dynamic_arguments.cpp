@@ -136,8 +136,8 @@ class Search {
 // than ints and tuples, and objects with contents of these types.
 class EmptyContainer {
  public:
-  // For `is`, the object must contain a list or dict. `is_within` is for an object in a container,
-  // and requires only that the object has attributes.
+  // `is` requires that the object contains a list or dict. `is_within` is called for an object in a
+  // container, and requires only that the object has attributes.
   bool is(PyObject* value, long flags) { return consists(value, flags) && has_container_; }
   bool is_within(PyObject* value, long flags) { return consists(value, flags) && values_ > 1; }
 
@@ -203,7 +203,7 @@ class Arguments {
   bool add(PyObject* value) {
     PyTypeObject* type = Py_TYPE(value);
     if (THPVariable_CheckExact(value) && type != parameter_type()) return add_tensor(value);
-    if (type == parameter_type()) {  // by address: it may also belong to a module
+    if (type == parameter_type()) {  // by address, because a module may also contain it
       add_held(kParameter, value);
       inputs_.push_back(value);
       return true;

@@ -17,7 +17,8 @@ struct Slots {
 };
 Slots of_int, of_float;
 
-// Returns the trace's number for the value. Returns null without an exception if there is none.
+// Returns the number that the trace uses for the value. Returns null with no exception set if there
+// is none.
 PyObject* convert(PyObject* type, PyObject* value) {
   const bool is_ordinary = PyLong_CheckExact(value) != 0 || PyFloat_CheckExact(value) != 0 ||
                            PyUnicode_CheckExact(value) != 0 || PyBool_Check(value) != 0;

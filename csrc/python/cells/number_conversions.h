@@ -1,6 +1,7 @@
 // Calls of `int` and `float` in the trace of a dynamic cell. `int(x)` must return an instance of
 // `int`, so `__int__` can't return a traced number (_cell_sizes.py). While a trace runs, the slots
-// of both types that make numbers are replaced, and calls with one argument ask the trace first.
+// by which `int` and `float` construct numbers are replaced. If a call has one argument, the
+// replacement first calls the trace's `convert`.
 #pragma once
 
 #include "autobatch/common/switches.h"

@@ -32,7 +32,7 @@ constexpr size_t kMostParameters = 8;
 // --- an op, and the form of its arguments in Python ---
 
 struct Parameter {
-  Kind kind = Kind::kNone;   // accepted kind; kNone: must keep its default
+  Kind kind = Kind::kNone;   // accepted kind; kNone: only the default is accepted
   bool scalar = false;       // accepts an int, float or bool; `kind` is not used
   PyObject* name = nullptr;  // null: can't be passed by name
   bool positional = true;
@@ -50,8 +50,8 @@ struct Form {
   bool spreads = false;  // the last list may be passed as separate arguments: `view(2, 3)`
 };
 
-// Returns the kind of a parameter's type. Returns kNone if the type is not supported: a parameter
-// of this type must keep its default.
+// Returns the kind of a parameter's type. Returns kNone if the type is not supported. For a
+// parameter of such a type, only the default is accepted.
 Kind kind_of(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return Kind::kTensor;
   if (type.kind() == c10::TypeKind::IntType || type.kind() == c10::TypeKind::SymIntType) {
@@ -294,8 +294,8 @@ PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
 }
 
 // Returns true if the call was captured or raised an error. In this case `result` is the value to
-// return, or null if there was an error. Needs no warning handler, because captured() calls no code
-// that emits warnings.
+// return, or null if there was an error. captured() needs no warning handler, because it calls no
+// code that emits warnings.
 bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
   try {
     result = from_cache(*form.op, arguments.get());
@@ -319,7 +319,7 @@ struct Direct {
   PyCFunction original_alone = nullptr;
   PyCFunction ours_alone = nullptr;
   vectorcallfunc* call = nullptr;     // the vectorcall slot to exchange; null: none
-  vectorcallfunc original = nullptr;  // null: called by its class's tp_call
+  vectorcallfunc original = nullptr;  // null: the tp_call of its class is called
   vectorcallfunc ours = nullptr;
   std::vector<Form> forms;
   bool for_tensors = true;  // is_captured_for_tensors() of all forms
@@ -331,8 +331,8 @@ std::array<Direct, std::size(kNames)>& directs() {
 }
 
 // Whether the call may have to be captured. Returns true if an argument is a pending tensor,
-// requires grad, or is not examined here. Calls whose tensors are plain data are mostly not
-// captured. For such calls this test avoids converting the arguments.
+// requires grad, or is not examined here. Most calls whose tensors are all plain data are not
+// captured. For these calls, this test avoids converting the arguments.
 bool may_be_captured(const Given& given) {
   for (size_t i = 0; i < given.count; ++i) {
     PyObject* value = given.values[i];

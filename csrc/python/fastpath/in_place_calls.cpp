@@ -94,7 +94,7 @@ int set_item(PyObject* self, PyObject* index, PyObject* value) {
 std::vector<PyMethodDescrObject*> find_methods() {
   std::vector<PyMethodDescrObject*> methods;
   const py::object base = py::module_::import("torch._C").attr("TensorBase");
-  const py::dict dict(base.attr("__dict__"));  // a copy: `__dict__` is a mapping proxy
+  const py::dict dict(base.attr("__dict__"));  // a copy, because `__dict__` is a mapping proxy
   for (const auto& [key, found] : dict) {
     const auto name = py::cast<std::string>(key);
     const bool in_place = name.starts_with("__") ? name.starts_with("__i") && name.ends_with("__")

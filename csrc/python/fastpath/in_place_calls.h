@@ -1,6 +1,7 @@
 // Handles in-place methods such as `y[i] = h` and `y += h` if `h` is pending and `y` is not. If no
 // other reference can observe the difference, `y` is made pending first
-// (autobatch/capture/adopt.h). So the write can be captured, and `h` is not computed at this point.
+// (autobatch/capture/adopt.h). Then the write can be captured, and `h` is not computed at this
+// point.
 #pragma once
 
 namespace autobatch {

@@ -293,7 +293,7 @@ struct Base {
 
 struct LeafModule {
   const char* name;      // in torch.nn
-  const char* function;  // in torch.nn.functional, called by `forward`; null: none in Python
+  const char* function;  // in torch.nn.functional, called by `forward`; null: none
   Py_ssize_t most_inputs;
   Forward forward;
   bool takes_tensor = true;
@@ -381,7 +381,7 @@ PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
         if (result != nullptr || PyErr_Occurred() != nullptr) return result;
       }
     }
-    return Base::get().call_slot(self, args, names);  // also if a subclass inherits this slot
+    return Base::get().call_slot(self, args, names);  // also runs if a subclass inherits this slot
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;

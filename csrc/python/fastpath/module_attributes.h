@@ -1,6 +1,6 @@
 // A fast path for reading a module's submodules and parameters. nn.Module stores submodules and
 // parameters in separate dicts. So a lookup of `self.linear` first fails with an AttributeError,
-// whose message Python formats. Then nn.Module.__getattr__ finds the attribute by Python code.
+// whose message Python formats. Then nn.Module.__getattr__ finds the attribute in Python code.
 // Together these steps take 0.6 microseconds, which is as long as capturing an op takes. While a
 // block is open, this library replaces the tp_getattro slot of module classes and the mp_subscript
 // slot of nn.ModuleList. The replacements look into the dicts directly. All other lookups are

@@ -87,7 +87,7 @@ void install_new_tensor() {
 
 void remove_new_tensor() { new_tensor_method()->ml_meth = original_new_tensor; }
 
-// --- Tensor.new, the older one ---
+// --- Tensor.new, the legacy method ---
 
 PyMethodDef* legacy_new_method() {
   static PyMethodDef* const method = method_of("new");
@@ -129,7 +129,7 @@ void install_legacy_new() {
 
 void remove_legacy_new() { legacy_new_method()->ml_meth = original_legacy_new; }
 
-// --- torch._C._increment_version, behind torch.autograd.graph.increment_version ---
+// --- torch._C._increment_version, which torch.autograd.graph.increment_version calls ---
 
 PyMethodDef* method_of_module(const char* name) {
   const py::object function = py::module_::import("torch._C").attr(name);
@@ -220,9 +220,10 @@ void attach_hooks(const at::Tensor& tensor) {
   if (!node.is_none()) node.attr("_register_hook_dict")(self);
 }
 
-// Called when the program reads `grad_fn`. Tensor.register_hook reads it to add the tensor's dict
-// of hooks, which is new and empty, to the autograd node. If that is the case, and the dict can
-// wait for the node, returns true. Then `grad_fn` must be None, so that register_hook adds nothing.
+// Called when `grad_fn` is read. Tensor.register_hook creates an empty dict of hooks, and reads
+// `grad_fn` to add this dict to the autograd node. Returns true if register_hook reads `grad_fn`,
+// and the dict can be added later. In this case the getter must return None, so that register_hook
+// does not add the dict.
 bool defer_hooks(PyObject* self) {
   PyObject* hooks = reinterpret_cast<THPVariable*>(self)->backward_hooks;
   const bool registers =
@@ -232,8 +233,9 @@ bool defer_hooks(PyObject* self) {
          defer_request(tensor, attach_hooks);
 }
 
-// Keeps a new leaf (new_leaves.h) alive until it is real. In eager, the graph keeps a leaf alive,
-// and calls the hooks that the program may register after it has read `grad_fn`.
+// Keeps a new leaf (new_leaves.h) alive until it is computed. In eager mode, the autograd graph
+// keeps a leaf alive, and calls the leaf's hooks. The program may register hooks after it has read
+// `grad_fn`.
 void keep_leaf(const at::Tensor& tensor) {
   const auto nothing = [](const at::Tensor&) {};
   if (!as_pending(tensor)->has_request(nothing)) defer_request(tensor, nothing);
@@ -343,7 +345,7 @@ void remove_raw_reads() {
   numpy_read.remove();
 }
 
-// --- torch._C._to_dlpack and _to_dlpack_versioned, behind Tensor.__dlpack__ ---
+// --- torch._C._to_dlpack and _to_dlpack_versioned, which Tensor.__dlpack__ calls ---
 
 class DlpackExport {
  public:

@@ -1,6 +1,6 @@
 // Changes to PyTorch's Python classes and functions while a block is open on any thread. A class is
-// changed by exchanging its C slots. Setting attributes of the class instead would clear the
-// interpreter's caches for the class and all its subclasses at each block.
+// changed by exchanging its C slots. If attributes of the class were set instead, each block would
+// clear the interpreter's caches for the class and all its subclasses.
 #pragma once
 
 namespace autobatch {

@@ -1,5 +1,5 @@
 // Creates and destroys Python's tensor objects while a block is open. PyTorch releases the GIL when
-// it destroys a tensor object, because freeing memory may take long. A pending tensor has no
+// it destroys a tensor object, because freeing memory may take a long time. A pending tensor has no
 // memory, so its object is destroyed without releasing the GIL. Most ops in a block create a
 // pending tensor that is soon destroyed. Most objects of pending tensors are kept, together with
 // their tensors, and reused for the results of later ops. Without reuse, creating and freeing an

@@ -84,7 +84,7 @@ void MapPool::note_end(Fiber& fiber, Ref result) {
 
 void MapPool::note_failed_end(Fiber& fiber) {
   if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
-    PyErr_WriteUnraisable(function_);  // a `finally` raised it while the fiber was ended
+    PyErr_WriteUnraisable(function_);  // raised by a `finally` block while the fiber was ended
   } else {
     note_error(fiber.index(), fetch_error());
   }
@@ -136,8 +136,8 @@ void MapPool::serve_host(at::ArrayRef<Fiber*> waiting) {
 }
 
 // If a check of the instance has failed, records the error of the first failed check; otherwise
-// returns false. In eager a failed check ends the instance. So the error replaces the result or the
-// later error of the instance.
+// returns false. In eager mode, a failed check ends the instance. So the error of the check
+// replaces the instance's result, or an error that the instance has raised later.
 bool MapPool::note_failed_check(size_t index, uint64_t fiber) {
   const std::exception_ptr failed = scope().failed_check(fiber);
   if (!failed) return false;
@@ -206,7 +206,8 @@ PyObject* MapPool::finish() {
 
 // run_fibers(function, iterator, return_exceptions, max_live, serve, tensors_in, note_shared,
 // watches, warn) returns the list of function(x) for each x of the iterator. `watches` tells
-// whether to note the order of uses of shared memory (memory_order.h). It calls these functions:
+// whether to note the order of uses of shared memory (memory_order.h). The map calls these
+// functions:
 //   serve(payloads) is called when all fibers wait and none waits for a value. The payloads are the
 //     arguments of the fibers' calls of wait_in_fiber. serve() returns a sequence with one outcome
 //     for each payload.

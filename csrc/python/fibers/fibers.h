@@ -7,7 +7,7 @@ namespace autobatch {
 
 // Adds `run_fibers`, `wait_in_fiber` and related functions to the module. The functions use
 // CPython's C API instead of pybind11. pybind11 has a list of the active calls of each thread, and
-// ends the process if a call returns before a call that started later.
+// terminates the process if a call returns before another call that started later.
 void bind_fibers(PyObject* module);
 
 // Adds the type `Server` (server.cpp). In a fiber of a Server, `wait_in_fiber` waits until

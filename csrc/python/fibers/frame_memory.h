@@ -1,7 +1,7 @@
-// Keeps freed memory of Python's frame stacks for later fibers. Each greenlet has a frame stack of
-// its own. CPython maps a chunk of memory for it at the first call of a Python function, and unmaps
-// the chunk when the greenlet ends. The two system calls and the page faults between them cost more
-// than the capture of ten ops, in each instance of a map.
+// Keeps freed memory of Python's frame stacks for later fibers. Each greenlet has a separate frame
+// stack. CPython maps a chunk of memory for the frame stack at the first call of a Python function,
+// and unmaps the chunk when the greenlet ends. In each instance of a map, the two system calls and
+// the page faults take more time than capturing ten ops.
 #pragma once
 
 #include "autobatch/common/switches.h"

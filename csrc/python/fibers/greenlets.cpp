@@ -76,7 +76,7 @@ PyObject* GreenletFiber::runner() {
 Fiber::Left GreenletFiber::leave() {
   const Gil gil;
   const Greenlets& api = Greenlets::api();
-  // The instance's code may itself have created the running greenlet, and the greenlet may be in
+  // The running greenlet may be one that the instance's code has created, and it may be in
   // destruction. The stack of such a greenlet does not end at stack_top_.
   if (!runs()) return Left::kNot;
   if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;

@@ -39,7 +39,7 @@ class Gil {
 
 // Returns the current Python exception as a C++ exception, and clears it.
 python_error fetch_error();
-// Translates a C++ exception to Python's.
+// Translates a C++ exception to a Python exception.
 python_error as_python(const std::exception_ptr& error);
 
 class GreenletPool;
@@ -66,8 +66,8 @@ class GreenletFiber final : public Fiber {
   GreenletPool& pool_;
   Ref greenlet_;
   Ref args_;                         // kept, so that the arguments are freed with the fiber
-  FiberState::Saved state_;          // its state while it is suspended
-  const void* stack_top_ = nullptr;  // frame of run(); null until it is started
+  FiberState::Saved state_;          // state of the fiber while it is suspended
+  const void* stack_top_ = nullptr;  // frame of run(); null before the start
   std::optional<python_error> end_;  // the exception that ends the fiber
 };
 

@@ -10,7 +10,7 @@ namespace autobatch {
 namespace {
 
 constexpr size_t kChains = 32;
-constexpr int kSteps = 1200;  // of two ops per chain: far more nodes than an open record keeps
+constexpr int kSteps = 1200;  // each has two ops per chain: more nodes than an open record keeps
 constexpr size_t kMostNodes = size_t{1} << 14;
 
 Tensor step_of(const Tensor& h, const Tensor& w) { return at::tanh(at::mv(w, h)); }

@@ -188,7 +188,8 @@ TEST_CASE("execute: where a batch is too large, smaller ones are tried", "[execu
   Tensors ours;
   BatchScope scope;
   for (const Tensor& each : x) ours.push_back(at::amax(each, 0));
-  // Room for the results and for copies of a few members' operands, not for those of all.
+  // There is memory for the results and for copies of a few members' operands, but not for all
+  // copies.
   Scarce& memory = Scarce::instance();
   memory.refuse_above(x[0].nbytes() * 3);
   const bool failed = flush_fails(scope);

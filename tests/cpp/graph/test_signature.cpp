@@ -114,7 +114,7 @@ TEST_CASE("signature: keys that differ in one word or in length are different", 
 }
 
 // One step of SignatureTable's hash, to construct keys with the same hash. If that hash changes,
-// the test below stays valid, but its keys no longer collide.
+// the test below stays valid, but its keys do not collide.
 uint64_t hash_step(uint64_t hash, uint64_t word) {
   hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
   return hash ^ hash >> 29;

@@ -1,4 +1,4 @@
-// Tests that need a CUDA device: CUDA kernels against CPU kernels, and scopes on the device. Tagged
+// Tests that need a CUDA device: they compare CUDA kernels with CPU kernels, and run scopes. Tagged
 // [cuda]. Without a device each test prints a warning and passes.
 #include "gather_test.h"
 #include "scope_test.h"

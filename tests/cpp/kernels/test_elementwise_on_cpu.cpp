@@ -1,4 +1,4 @@
-// The kernels of elementwise programs against ATen: the one of the CPU, and the one of CUDA,
+// Compares the kernels of elementwise programs with ATen: the CPU kernel, and the CUDA kernel
 // compiled for the CPU (cuda_on_cpu/).
 #include "autobatch/kernels/cuda/elementwise_plan.h"
 #include "autobatch/kernels/elementwise_device.h"

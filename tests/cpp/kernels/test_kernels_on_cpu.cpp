@@ -26,10 +26,10 @@ namespace {
 
 using cuda_on_cpu::launcher;
 
-constexpr int kRounds = 3;  // each with another thread order
+constexpr int kRounds = 3;  // each round has another thread order
 
-// The bytes of a table as a kernel gets them, in memory of exactly their size. Tables that fit into
-// a kernel parameter are marked in turn as passed by parameter and as lying on the device.
+// The bytes of a table in the form that a kernel gets, in memory of exactly this size. Tables that
+// fit into a kernel parameter are alternately marked as parameters and as device memory.
 class Sent {
  public:
   explicit Sent(const cuda::Plan& plan) : bytes_(new char[plan.layout().num_bytes()]) {
@@ -236,7 +236,7 @@ class Reserved {
   size_t bytes_;
 };
 
-// Runs three blocks of the grid only: the first, the last and one between them.
+// Runs only three blocks of the grid: the first block, the last block and one in between.
 class SomeBlocks {
  public:
   SomeBlocks() { launcher.selected = {0, 40'503, kGrid - 1}; }

@@ -1,4 +1,4 @@
-// Products of members' own matrices, and softmax over segments, against ATen.
+// Compares products of members' matrices, and softmax over segments, with ATen.
 #include "autobatch/kernels/cpu_dispatch.h"
 #include "autobatch/kernels/matrix_products.h"
 #include "autobatch/kernels/segment_softmax.h"

@@ -1,6 +1,6 @@
-// Recurrent cells by the fused kernels that PyTorch has on CUDA only. The tests register kernels of
-// their own for the CPU. These take arguments of the same shapes and use the element-wise formulas
-// of PyTorch's kernels (aten/src/ATen/native/cuda/RNN.cu).
+// Recurrent cells that use fused kernels, which PyTorch has only on CUDA. The tests register
+// similar kernels for the CPU. These kernels take arguments of the same shapes and use the
+// element-wise formulas of PyTorch's kernels (aten/src/ATen/native/cuda/RNN.cu).
 #include "scope_test.h"
 
 #include <torch/library.h>
@@ -10,7 +10,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-int calls = 0;  // of all kernels of this file
+int calls = 0;  // calls of all kernels of this file
 
 double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 

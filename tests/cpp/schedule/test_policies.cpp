@@ -171,7 +171,7 @@ TEST_CASE("agenda breaks ties in favour of the light, then of the smaller id", "
   for (const char* name : {"relu", "matmul", "tanh"}) graph.add(name);
   CHECK(batches("agenda", graph) == "tanh1 relu1 matmul1");
 
-  // This decides ties only: a lower mean depth goes first.
+  // This only resolves ties: a lower mean depth has priority.
   graph.add("tanh", {0});
   CHECK(batches("agenda", graph) == "relu1 matmul1 tanh2");
 }
@@ -390,8 +390,8 @@ TEST_CASE("auto keeps the schedules of structures that come again", "[schedule]"
 TEST_CASE("the lower bound is the longest path of each signature", "[schedule]") {
   CHECK(lower_bound(ScheduleInput{}) == 0);
 
-  // More signatures than one block of the computation holds, each with two nodes on the path and
-  // one beside it.
+  // There are more signatures than one block of the computation holds. Each signature has two nodes
+  // on the path and one node beside the path.
   ScheduleGraph graph;
   uint32_t last = graph.add("start");
   for (int round = 0; round < 2; ++round) {

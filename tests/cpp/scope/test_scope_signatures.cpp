@@ -5,7 +5,7 @@ namespace {
 
 // --- ops that DyNet puts into one batch by mistake ---
 
-// Checks all `ops` in one scope, then each op in a scope of its own, since signatures outlive
+// Checks all `ops` in one scope, and then each op in a separate scope, because signatures outlive
 // scopes. Then repeats both with the ops in reverse order.
 void check_apart(const Tensors& inputs, std::vector<std::function<Tensor(const Tensor&)>> ops) {
   const auto apply = [&](const auto& op) {
@@ -202,7 +202,7 @@ TEST_CASE("scope: a weight that a batched op produced gets its gradient", "[scop
 TEST_CASE("scope: a shared argument that is not the first member's", "[scope][dynet]") {
   const Tensors x = leaves(5, {3}), own = leaves(5, {3});
   const Tensor shared = leaf({3});
-  const size_t odd = GENERATE(0, 2, 4);  // index of the instance with an argument of its own
+  const size_t odd = GENERATE(0, 2, 4);  // index of the instance with a different argument
   check_program(joined({x, own, {shared}}), [&] {
     Tensors out;
     const Tensor s = at::sigmoid(shared);

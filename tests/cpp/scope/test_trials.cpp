@@ -13,7 +13,7 @@ class Program {
  public:
   bool grad_mode = false;
   uint64_t identity = 1;
-  int asked = 0;         // how often the identity was determined
+  int asked = 0;         // number of times the identity was determined
   bool may_lose = true;  // whether an estimate says that deferring may be slower
 
   Run run(milliseconds deferred, milliseconds eager) {
@@ -100,7 +100,7 @@ TEST_CASE("a deferred block that lost is tried again after longer and longer tim
   Program program;
   program.eager_of(20, milliseconds(20), milliseconds(10));
   CHECK(program.eager_of(1000, milliseconds(20), milliseconds(10)) >= 992);
-  // The other way is still found when it has become the faster one.
+  // If the other mode becomes faster, the trials find this later.
   program.eager_of(260, milliseconds(6), milliseconds(10));
   CHECK(program.eager_of(100, milliseconds(6), milliseconds(10)) == 0);
 }

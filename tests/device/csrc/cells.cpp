@@ -1,4 +1,4 @@
-// Fused kernels for the gates of recurrent cells, which PyTorch has for accelerators. As in
+// Fused kernels for the gates of recurrent cells. PyTorch has such kernels for accelerators. As in
 // PyTorch's RNN.cu, a gate's input is the sum of the products of input and state and of both
 // biases.
 #include "launch.h"

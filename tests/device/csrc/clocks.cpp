@@ -12,7 +12,7 @@
 namespace simulated {
 namespace {
 
-// Never destroyed, since tensors and events may die at the end of the process.
+// Never destroyed, because tensors and events may die at the end of the process.
 std::mutex& mutex = *new std::mutex;  // guards all state of this file
 std::array<Clock, kMostStreams> clocks{};
 Clock host{};
@@ -164,7 +164,7 @@ void host_waits_for_device(c10::DeviceIndex device) {
   for (int k = 0; k < kStreamsOfDevice; ++k) host_waits(clock_of(device * kStreamsOfDevice + k));
 }
 
-// Deliveries are late on purpose. If too many wait, the oldest is delivered.
+// Deliveries are late on purpose. If too many deliveries wait, the oldest delivery runs.
 void deliver_later(int stream, std::function<void()> deliver) {
   constexpr size_t kMost = 64;
   std::optional<Delivery> oldest;

@@ -42,8 +42,7 @@ void clear_counts();
 // call with `false`. Calls nest.
 void forbid_synchronisation(bool forbidden);
 
-// Faults of a library under test, which the device imitates. They test that the tests find such
-// faults.
+// Faults of a library, which the device imitates. They check that the tests detect such faults.
 enum class Fault { kNone, kForgetRecordStream, kForgetEvents };
 void plant(Fault fault);
 Fault planted();

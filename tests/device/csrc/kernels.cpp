@@ -1,5 +1,4 @@
-// The device's kernels: kernels of its own to allocate and copy memory, and CPU kernels for all
-// other ops.
+// The device's kernels. Special kernels allocate and copy memory. CPU kernels run all other ops.
 #include "launch.h"
 
 #include <ATen/ATen.h>

@@ -15,14 +15,14 @@ class Launch {
  public:
   // A launch on the device's current stream. The code that runs during its lifetime is the kernel.
   Launch(std::string op, c10::Device device);
-  // Not counted as a launch, e.g. for ops that read metadata only.
+  // Tag for a launch that is not counted, e.g. for ops that only read metadata.
   struct Uncounted {};
   Launch(std::string op, c10::Device device, Uncounted);
   ~Launch();
   Launch(const Launch&) = delete;
   Launch& operator=(const Launch&) = delete;
 
-  // Returns the CPU tensor over a device tensor's memory; other tensors unchanged.
+  // Returns a CPU tensor over a device tensor's memory. Returns other tensors unchanged.
   at::Tensor argument(const at::Tensor& tensor, bool writes = false);
   std::optional<at::Tensor> argument(const std::optional<at::Tensor>& tensor);
   // Returns the host address of device memory, for a kernel that takes addresses.

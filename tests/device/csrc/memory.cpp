@@ -47,8 +47,9 @@ size_t rounded(size_t bytes) {
   return (bytes + step - 1) / step * step;
 }
 
-// Freed memory is given to the next allocation of its size on its stream at once, even if another
-// stream still uses it. Code that uses a tensor on another stream must call record_stream().
+// The next allocation of the same size on the same stream immediately reuses freed memory, even if
+// another stream still uses the memory. Code that uses a tensor on another stream must call
+// record_stream().
 class Heap {
  public:
   Block* allocate(size_t bytes, const c10::Stream& stream) {
@@ -95,7 +96,8 @@ class Heap {
   int64_t in_use() const { return in_use_; }
 
  private:
-  // Fills the memory with NaN in each floating type, so that a read of unwritten memory shows.
+  // Fills the memory with NaN for each floating type, so that reads of unwritten memory are
+  // detected.
   static void poison(const Block& block) { std::memset(on_host(block.address), 0xff, block.bytes); }
 
   void give_away(Block* block) { free_[{block->bytes, number_of(block->stream)}].push_back(block); }

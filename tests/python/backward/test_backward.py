@@ -148,7 +148,7 @@ def test_second_backward_is_eagers_error(instances: list[Tensor]) -> None:
 
 
 def test_shared_part_is_differentiated_once(instances: list[Tensor]) -> None:
-    """For two losses over one state, the second backward raises eager's error, unless retained."""
+    """For two losses over one state, the second backward raises eager's error if not retained."""
 
     def losses_of(block: Block, model: Chain) -> tuple[Tensor, Tensor]:
         with block():

@@ -185,7 +185,7 @@ def test_the_tensor_is_held(retain: bool) -> None:
 
 
 def test_gradients_inside_an_instance() -> None:
-    """As optimizers of meta-learning do: hooks on captured gradients."""
+    """Tests hooks on captured gradients, which optimizers of meta-learning use."""
 
     def function(x: Tensor) -> Tensor:
         w = x.detach().sin().requires_grad_() if not x.requires_grad else x * 1

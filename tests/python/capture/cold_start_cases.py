@@ -1,4 +1,4 @@
-"""What test_cold_start.py runs in a process of its own: `python cold_start_cases.py ops|rest`."""
+"""The program that test_cold_start.py runs in a new process: `cold_start_cases.py ops|rest`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A pending value written to a tensor that no captured op made: the tensor becomes pending if no
-code can see the difference. Otherwise a flush gives eager's behavior."""
+"""A pending value is written to a tensor that no captured op made. The tensor becomes pending if no
+code can observe the difference. Otherwise a flush gives eager's behavior."""
 
 from __future__ import annotations
 

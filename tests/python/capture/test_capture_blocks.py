@@ -167,7 +167,7 @@ def test_max_pending_bounds_the_graph() -> None:
     with ab.batch(max_pending=4) as scope:
         results = [(w @ x).tanh() for x in xs]
     assert max(f.nodes for f in scope.report().flushes) <= 4
-    assert scope.report().batches == 10  # of two nodes each, batched by op
+    assert scope.report().batches == 10  # each batch has two nodes
     for result, x in zip(results, xs, strict=True):
         torch.testing.assert_close(result, (w @ x).tanh())
 

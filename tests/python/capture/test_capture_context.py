@@ -116,7 +116,7 @@ def test_a_frozen_model_batches_as_a_trained_one(no_grad: bool) -> None:
     ],
 )
 def test_products_of_ordinary_tensors(product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """A model may begin with such a product, and a parameter is an ordinary tensor there."""
+    """A model may begin with a product of ordinary tensors, one of which is a parameter."""
     w = nn.Parameter(torch.randn(4, 4))
     xs = [torch.randn(3, 4) for _ in range(5)]
     with torch.no_grad(), ab.batch() as scope:

@@ -37,7 +37,7 @@ class Mode(TorchDispatchMode):
 
 
 class Wrapped(Tensor):
-    """Records the same."""
+    """A subclass that records whether capture was on when the op was called."""
 
     captures: list[bool] = []  # noqa: RUF012
 

@@ -202,7 +202,7 @@ def test_updates_cause_no_flush(program: Any, mode: Mode) -> None:
 
 
 def test_many_instances_use_one_buffer() -> None:
-    """Each instance waits for the one before it."""
+    """Each instance waits for the previous instance."""
     buffers = []
     for how in (in_loop, in_map):
         buffer = Buffer()

@@ -1,4 +1,4 @@
-"""Pending tensors that requires_grad_() makes leaves, in loops that follow a gradient."""
+"""requires_grad_() makes pending tensors leaves, in loops of gradient steps."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def instances() -> list[Tensor]:
 
 
 def offsets(counts: Tensor) -> Tensor:
-    """Like ``utils.cumsum`` of PyTorch Geometric."""
+    """Does the same as ``utils.cumsum`` of PyTorch Geometric."""
     out = counts.new_empty((counts.size(0) + 1,))
     out[:1] = 0
     torch.cumsum(counts, 0, out=out[1:])

@@ -113,11 +113,11 @@ def test_blocks_of_one_instance_are_not_deferred(model: nn.Linear) -> None:
     deferred = [of_one(model, 1)[0] for _ in range(BLOCKS + 3)]
     assert deferred == [True] * BLOCKS + [False] * 3
     assert of_one(model, 1)[1].report().pauses
-    # A larger one comes to be.
+    # A larger block is opened.
     pending, scope = of_one(model, 32)
     assert pending
     assert scope.report().launches_saved > 32
-    assert of_one(model, 1)[0]  # that paid
+    assert of_one(model, 1)[0]  # deferring was worth its cost
 
 
 @pytest.mark.usefixtures("no_trials")

@@ -113,7 +113,7 @@ def test_arguments_come_back_as_they_are() -> None:
             assert a is v
             assert b is u
             found.append((u, v, c))
-    assert counted.runs == 3  # arguments: leaves, results, one of each
+    assert counted.runs == 3  # the arguments are leaves, results, or one leaf and one result
     for u, v, c in found:
         torch.testing.assert_close(c, u + v * 2)
 

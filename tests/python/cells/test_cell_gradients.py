@@ -96,7 +96,7 @@ def test_parts_that_only_some_results_need() -> None:
             results = [called(x * 1) for x in leaves]
             loss = torch.stack([result[k % 3].sum() for k, result in enumerate(results)]).sum()
             loss = loss + results[0][1].sum()
-            del results  # a held result with consumers would be an op of its own
+            del results  # a held result with consumers would be a separate op
         loss.backward()
         return loss, [x.grad for x in leaves]
 

@@ -49,7 +49,7 @@ def compiled_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_compiled.Co
 def traced_code(
     compiled_code: list[_compiled.Code], monkeypatch: pytest.MonkeyPatch
 ) -> list[_compiled.Code]:
-    """Like ``compiled_code``, but runs the traced graph op by op, without Inductor."""
+    """Does the same as ``compiled_code``, but runs the traced graph op by op, without Inductor."""
     monkeypatch.setattr(_compiled, "_compile", lambda module, _: module)
     return compiled_code
 
@@ -121,7 +121,7 @@ class TreeLSTM(nn.Module):
 TREES = [3, (1, 2), ((1, 2), (3, 4)), ((5, (6, 7)), 8), (((1, 2), 3), ((4, 5), (6, (7, 8))))]
 
 
-# Each test uses other sizes, since a thread keeps the compiled code of each kind of cell.
+# Each test uses different sizes, because a thread keeps the compiled code of each kind of cell.
 
 
 def compare_trees(size: int, names: tuple[str, ...], **options: Any) -> None:

@@ -199,7 +199,7 @@ TABLE = nn.Embedding(20, WIDTH)
 
 @pytest.mark.parametrize(("function", "runs"), [(padded, 4), (of_most, 2)])
 def test_known_values_are_read(function: Function, runs: int) -> None:
-    """Known values are conditions or numbers, which a program reads at each call."""
+    """The program reads known values at each call, as conditions or as numbers."""
     counted = Counted(function)
     cell = ab.cell(counted, dynamic=True)
     inputs = [torch.arange(n) * 7 % 11 + k % 2 for k, n in enumerate((3, 5, 4, 6, 9, 8, 7, 2))]

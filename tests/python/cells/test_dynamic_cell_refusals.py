@@ -1,4 +1,4 @@
-"""Dynamic cells: what a program cannot repeat must not be replayed, and must not raise."""
+"""Dynamic cells: calls that a program can't repeat are not replayed, and raise no error."""
 
 from __future__ import annotations
 

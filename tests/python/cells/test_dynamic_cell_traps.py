@@ -89,7 +89,7 @@ def assert_same(ours: Any, eager: Any) -> None:
 
 
 def check(function: Function, arguments: Callable[[int, int], tuple[Any, ...]]) -> None:
-    """`arguments`: of the i-th call, on n rows."""
+    """Checks several calls. `arguments` returns the arguments of the i-th call, with n rows."""
     outcomes = []
     cell = ab.cell(copy.deepcopy(function), dynamic=True)  # ab.cell() changes a module in place
     for of_call, enabled in ((cell, True), (function, False)):

@@ -442,7 +442,7 @@ def test_gates_are_one_program() -> None:
         with ab.batch():
             pairs = [cell(x, x * 2) for x in states]
             loss = torch.stack([(h + c).sum() for h, c in pairs]).sum()
-            del pairs  # a held state with consumers would be an op of its own
+            del pairs  # a held state with consumers would be a separate op
         loss.backward()
     programs = [e.name for e in profiled.events() if "torch_autobatch::elementwise" in e.name]
     ops = ["sigmoid"] * 2 + ["tanh", "sigmoid", "mul.Tensor", "mul.Tensor", "add.Tensor", "tanh"]

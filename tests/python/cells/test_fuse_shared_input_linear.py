@@ -45,7 +45,7 @@ def program(
     xs: Sequence[Tensor] | None = None,
     **options: Any,
 ) -> Callable[[Variant], Any]:
-    """Returns the results of all calls, and the gradients of `of` of them (None if missing)."""
+    """Returns the results of all calls, and the gradients of `of` results (None if missing)."""
 
     def run(variant: Variant) -> Any:
         params = weights() if w is None else w

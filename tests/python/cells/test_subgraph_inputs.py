@@ -258,7 +258,7 @@ def test_random_ops_are_drawn_for_each_instance() -> None:
     assert len(values) == 4
     assert set(torch.stack(results).unique().tolist()) == {0.0, 8.0}
     torch.stack(results).sum().backward()
-    for x, result in zip(leaves, results, strict=True):  # linear in x, which is one
+    for x, result in zip(leaves, results, strict=True):  # the result is linear in x, and x is 1
         torch.testing.assert_close(x.grad, result.detach())
 
 

@@ -20,7 +20,7 @@ linear = nn.Linear(4, 4)
 ONES = torch.ones(4)
 
 
-DATA = torch.rand(16, 4)  # other data for each instance: equal ops on equal data run once
+DATA = torch.rand(16, 4)  # different for each instance, because equal ops on equal data run once
 
 
 def run(code: Callable[[int], object], times: int = 16) -> ab.Report:

@@ -113,7 +113,7 @@ def with_function(loss: Tensor) -> None:
 
 
 def with_requires_grad(loss: Tensor) -> None:
-    loss.detach().requires_grad_() * 2  # shares the memory of a tensor that is held
+    loss.detach().requires_grad_() * 2  # shares memory with a tensor that is held
 
 
 def with_hook(loss: Tensor) -> None:
@@ -363,7 +363,7 @@ def test_one_line_where_a_print_runs_ops_as_well() -> None:
     assert found.what.startswith("print: 6 early flushes")
 
 
-# --- modes that must see each op as it runs ---
+# --- modes that must observe each op when it runs ---
 
 
 class Watching(TorchDispatchMode):

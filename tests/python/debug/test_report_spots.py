@@ -1,5 +1,5 @@
-"""The position of the instruction tells which expression reads a value: other expressions of the
-same line are not reported."""
+"""The position of the instruction determines which expression of a line reads a value. Other
+expressions of the line are not reported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def made(line: str, path: Path) -> tuple[Callable[[Tensor, int], object], str]:
     path.write_text(f"def read(y, i):\n    {line}\n")
     linecache.checkcache(str(path))
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters())
-    logger = logging.Logger("silent")  # without parent loggers
+    logger = logging.Logger("silent")  # has no parent loggers
     logger.addHandler(logging.StreamHandler(io.StringIO()))
     space: dict[str, Any] = {
         "hist": [],

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` in a block is captured: eager's results without a flush."""
+"""``torch.autograd.grad`` in a block is captured. It gives eager's results without a flush."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_through_ops(name: str) -> None:
-    """Second-order gradients too: `agree` differentiates the gradient."""
+    """Also tests second-order gradients, because `agree` differentiates the gradient."""
     w = tensor(3, 4).requires_grad_()
 
     def function(x: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def test_hooks_are_called() -> None:
         return list(grad(h.tanh().sum(), w, create_graph=True))
 
     agree(function, rows(), [w])
-    assert len(seen) == 5 * 3 * 2  # and once more in each backward of the gradients
+    assert len(seen) == 5 * 3 * 2  # each backward of the gradients runs it once more
 
 
 def test_hooks_of_a_leaf_are_called() -> None:

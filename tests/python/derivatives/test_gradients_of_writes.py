@@ -103,7 +103,7 @@ def test_twice(fill: Fill) -> None:
         (h,) = grad(g.square().sum(), w, create_graph=True)
         return g * h
 
-    # What writes to a part of a result that needs gradients is left to autograd the second time.
+    # If a write changes a part of a result that needs gradients, autograd runs the second call.
     agree(instance, rows(), [w], captured=None if fill in (triangle, parts_of_a_result) else 2)
 
 

@@ -1,4 +1,4 @@
-"""One directory a promise: each row of the issue "exactly eager's answers" has a file of tests."""
+"""Tests that results match eager mode exactly. Each topic (row) has a file of tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a program eagerly and in blocks, and compares all that its user can see."""
+"""Runs a program eagerly and in blocks, and compares everything that a user can observe."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def compare(what: str, result: Any, expected: Any, tolerance: float = 0.0) -> No
 
 
 def compare_errors(what: str, result: Any, expected: Exception) -> None:
-    """Fails if the types differ, or if our message does not contain the first words of eager's."""
+    """Fails if the types differ, or if our message lacks the first words of eager's message."""
     assert type(result) is type(expected), f"{what}: {result!r}, eager raises {expected!r}"
     words = str(expected).split("\n", maxsplit=1)[0][:50]
     assert words in str(result), f"{what}: {result}\n\neager: {expected}"
 
 
 def metadata(t: Tensor) -> dict[str, Any]:
-    """The metadata of a tensor, which is known without its values."""
+    """Returns the metadata of a tensor, which does not depend on its values."""
     known: dict[str, Any] = {
         "type": type(t),
         "dtype": t.dtype,
@@ -138,7 +138,7 @@ def metadata(t: Tensor) -> dict[str, Any]:
 
 
 def plain(t: Tensor) -> Tensor:
-    """The values of a tensor of any kind, as an ordinary tensor."""
+    """Returns the values of a tensor of any kind as an ordinary tensor."""
     t = t.detach()
     if t.is_nested:
         return torch.cat([part.reshape(-1) for part in t.unbind()])
@@ -150,7 +150,7 @@ def plain(t: Tensor) -> Tensor:
 
 
 def compare_tensors(what: str, result: Any, expected: Tensor, tolerance: float) -> None:
-    """Values, metadata, autograd's flags, and the gradient if there is one."""
+    """Compares values, metadata, autograd's flags, and the gradient if there is one."""
     assert isinstance(result, Tensor), f"{what}: {result!r}, eager has a tensor"
     ours, eagers = metadata(result), metadata(expected)
     differing = {
@@ -179,7 +179,7 @@ def compare_tensors(what: str, result: Any, expected: Tensor, tolerance: float) 
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Yields all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -190,7 +190,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def aliases(value: Any) -> list[int]:
-    """For each tensor with memory, the first one that it shares its storage with."""
+    """Returns, for each tensor with memory, the first tensor with the same storage."""
     seen: dict[int, int] = {}
     result = []
     for i, t in enumerate(tensors(value)):
@@ -212,7 +212,7 @@ def weight(*sizes: int, dtype: torch.dtype = DOUBLE) -> nn.Parameter:
 
 
 def inputs(lengths: Sequence[int] = LENGTHS, width: int = 3) -> list[Tensor]:
-    """The rows of each instance."""
+    """Returns the rows of each instance."""
     return [rand(n, width) for n in lengths]
 
 
@@ -225,7 +225,7 @@ def differentiate(*values: Any) -> None:
 
 
 def each(case: Callable[[Tensor], Any], lengths: Sequence[int] = LENGTHS) -> Program:
-    """A program that applies ``case`` to a pending tensor of every instance, then runs backward."""
+    """Returns a program that applies ``case`` to a pending tensor per instance. Runs backward."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs(lengths)

@@ -1,4 +1,4 @@
-"""What the tests of contexts share."""
+"""Code that the tests of contexts share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Any:
-    """Numbers become tensors of this type."""
+    """Sets the dtype of tensors that are made from numbers."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

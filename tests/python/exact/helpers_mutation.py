@@ -1,4 +1,4 @@
-"""What the tests of mutation share."""
+"""Code that the tests of mutation share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Write = Callable[[Tensor, Tensor], Any]  # of a target, with a value of its shape
+Write = Callable[[Tensor, Tensor], Any]  # arguments: a target, and a value of its shape
 
 
 def setitem(index: Any, value: Any = None) -> Write:
-    """``t[index] = value``, or what stands in the value's own place."""
+    """Returns the write ``t[index] = value``, by default with elements of the given tensor."""
 
     def write(t: Tensor, v: Tensor) -> None:
         t[index] = v[index] if value is None else value
@@ -38,7 +38,7 @@ def itruediv(t: Tensor, v: Tensor) -> None:
 
 
 def mask(t: Tensor) -> Tensor:
-    """A mask that is the same for all tensors of one shape."""
+    """Returns a mask that is the same for all tensors of one shape."""
     return (torch.arange(t.numel()) % 2 == 0).view(t.shape)
 
 
@@ -102,7 +102,7 @@ WRITES: dict[str, Write] = {
     "isub": isub,
     "imul": imul,
     "itruediv": itruediv,
-    # out=, which autograd refuses: of what is detached
+    # out=, with detached tensors, because autograd rejects other tensors
     "out": lambda t, v: torch.add(v.detach(), 1, out=t.detach()),
     "out_of_a_product": lambda t, v: torch.mul(v.detach(), v.detach(), out=t.detach()),
     "out_of_stack": lambda t, v: torch.stack(list(v.detach()), out=t.detach()),

@@ -13,7 +13,7 @@ from exactly import Blocks, same
 from helpers_contexts import autocast
 from torch import Tensor, nn
 
-BF16 = 3e-2  # relative to the largest value: eight bits, and sums in another order
+BF16 = 3e-2  # relative to the largest value; for eight bits and another order of sums
 
 
 def instances(n: int = 4, size: int = 6) -> list[Tensor]:
@@ -54,7 +54,7 @@ def test_linear_is_one_product_for_all_instances(frozen: bool, grad: bool) -> No
 
 
 def test_weights_that_autocast_does_not_keep_are_cast_once() -> None:
-    """For frozen weights, and with the cache off. After a write, the weights are cast again."""
+    """Tests frozen weights, and autocast without cache. A write causes a new cast."""
 
     def program(block: Blocks) -> Any:
         frozen, xs = torch.randn(3, 6), instances()

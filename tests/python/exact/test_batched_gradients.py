@@ -53,7 +53,7 @@ BATCHED_GRADIENTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", BATCHED_GRADIENTS)
 def test_batched_gradients(how: str) -> None:
-    """Gradients that are tensors of vmap go through the block as through eager's graph."""
+    """Gradients that are tensors of vmap pass through the block as through eager's graph."""
 
     def program(block: Blocks) -> Any:
         w = weight(3)
@@ -64,7 +64,7 @@ def test_batched_gradients(how: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
 def test_vectorized_jacobian_and_hessian(strategy: str) -> None:
-    """torch.autograd.functional with vectorize=True."""
+    """Tests torch.autograd.functional with vectorize=True."""
 
     def program(block: Blocks) -> Any:
         x = rand(3)
@@ -84,7 +84,7 @@ def test_vectorized_jacobian_and_hessian(strategy: str) -> None:
 
 
 def test_gradcheck_of_all_kinds() -> None:
-    """gradcheck with batched gradients and forward-mode AD, and of second derivatives."""
+    """Tests gradcheck with batched gradients, forward-mode AD and second derivatives."""
 
     def program(block: Blocks) -> Any:
         w = weight(3)

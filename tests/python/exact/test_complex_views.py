@@ -12,7 +12,7 @@ from exactly import Blocks, differentiate, rand, same, weight
 from helpers_ragged import Case, check_lengths
 from torch import Tensor
 
-# Each makes a pending real tensor [.., 2] of parameters [3, 4].
+# Each function makes a pending real tensor [.., 2] from parameters [3, 4].
 REAL: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda w: (w * 2).view(3, 2, 2),
     "row": lambda w: (w * 2)[1].view(2, 2),
@@ -24,7 +24,7 @@ REAL: dict[str, Callable[[Tensor], Tensor]] = {
     "row of a parameter": lambda w: w[1].view(2, 2),
     "chunk": lambda w: torch.cat([w, w * 3], 1).chunk(2, 1)[1].unflatten(1, (2, 2)),
 }
-# Each makes a pending complex tensor of parameters [3, 4].
+# Each function makes a pending complex tensor from parameters [3, 4].
 COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda w: torch.complex(w, w * 2),
     "row": lambda w: torch.complex(w, w * 2)[1],
@@ -60,7 +60,7 @@ def test_values_gradients_and_memory(name: str, held: str) -> None:
         shown = {"both": (x, y), "view": (y,), "none": ()}[held]
         return shown, [(t.stride(), t.storage_offset(), t._is_view()) for t in (x, y)], z, w
 
-    # Elements of an expanded tensor share memory, which a copy does not.
+    # Elements of an expanded tensor share memory. Elements of a copy do not.
     assert flushes(same(program)) == (2 if "expanded" in name else 1)
 
 
@@ -258,7 +258,7 @@ TURNS = torch.polar(torch.ones(40, 4, dtype=torch.float64), torch.rand(40, 4).do
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Rotary embeddings of a sequence [n, 8], as reference implementations of them do it."""
+    """Computes rotary embeddings of a sequence [n, 8], as reference implementations do."""
     turns = TURNS[: x.shape[0]]
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).flatten(1)

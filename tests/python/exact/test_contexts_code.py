@@ -364,7 +364,7 @@ class Wrapper(Tensor):
 
 @pytest.mark.parametrize("role", ["input", "weight", "pending"])
 def test_context_torch_function_subclass(role: str) -> None:
-    """Results keep the type and the attributes, whichever argument is of the subclass."""
+    """Results keep the type and the attributes, if any argument is of the subclass."""
 
     def tagged(t: Tensor, tag: str) -> Tagged:
         made = t.as_subclass(Tagged)

@@ -52,7 +52,7 @@ def test_context_module_hooks() -> None:
 
 
 def test_context_global_module_hooks() -> None:
-    """Hooks of all modules."""
+    """Tests hooks that apply to all modules."""
 
     def program(block: Blocks) -> Any:
         calls: list[str] = []
@@ -245,7 +245,7 @@ def test_context_kind_of_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("layer", ["embedding", "embedding_bag"])
 def test_context_sparse_gradients(layer: str) -> None:
-    """A sparse gradient, accumulated over instances."""
+    """A sparse gradient is accumulated over instances."""
 
     def program(block: Blocks) -> Any:
         table = (

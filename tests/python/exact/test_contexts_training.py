@@ -175,7 +175,7 @@ def test_context_optimizer_lbfgs() -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_context_optimizer_with_its_company(inside: bool) -> None:
-    """Tests clipping, a scheduler, accumulation over two blocks, an averaged model, state_dict."""
+    """Tests clipping, schedulers, accumulation over two blocks, averaged models, state_dict."""
 
     def program(block: Blocks) -> Any:
         model, xs, norms = make_model(), inputs(), []

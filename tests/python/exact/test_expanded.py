@@ -36,7 +36,7 @@ BASES: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("use", EXPANDED)
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradient_of_a_held_expanded_tensor(use: str, base: str, create_graph: bool) -> None:
-    """Each element has a separate gradient, whichever view it is accessed through."""
+    """Each element has a separate gradient, through any view."""
 
     def program(block: Blocks) -> Any:
         w = weight(3)

@@ -72,7 +72,7 @@ def test_weights_of_which_some_are_frozen(frozen: int) -> None:
 
 
 def test_a_parameter_is_an_operand_first() -> None:
-    """A parameter is first an operand and later a weight, or the other way around."""
+    """A parameter is first an operand and then a weight, or first a weight and then an operand."""
     w, v = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
     uses: list[Callable[[Tensor], Tensor]] = [
         lambda p: p * 2,

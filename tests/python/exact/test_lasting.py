@@ -60,7 +60,7 @@ def in_use() -> int:
 
 
 def allocated() -> int:
-    """Like `in_use`, but runs Python's collector first."""
+    """Does the same as `in_use`, but runs Python's collector first."""
     gc.collect()
     return in_use()
 
@@ -255,7 +255,7 @@ def test_lasting_10000_scopes_do_not_leak() -> None:
 
 
 def shape(i: int) -> list[int]:
-    """A different small shape for each i below 4 ** 9."""
+    """Returns a different small shape for each i below 4 ** 9."""
     return [1 + (i >> 2 * k & 3) for k in range(9)]
 
 

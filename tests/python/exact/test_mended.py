@@ -26,7 +26,7 @@ def detached_leaf(block: Blocks) -> Any:
 
 
 def detached_weight(block: Blocks) -> Any:
-    """The same for the weight and bias of a linear layer."""
+    """Uses detached and ordinary weight and bias of a linear layer."""
     layer, xs = nn.Linear(3, 3).double(), inputs()
     with block():
         results = []
@@ -299,7 +299,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_mended(program: Callable[[Blocks], Any]) -> None:
-    """As in eager."""
+    """The program behaves as in eager mode."""
     same(program)
 
 

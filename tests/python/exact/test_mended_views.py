@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def write_to_no_element(block: Blocks) -> Any:
-    """What is written to none has a gradient all the same: zeros."""
+    """A value that is written to no element still has a gradient, which is zero."""
     w, rows = weight(1, 4), weight(4)
     with block():
         h = F.embedding(torch.zeros(1, dtype=torch.long), w)
@@ -26,7 +26,7 @@ def write_to_no_element(block: Blocks) -> Any:
 
 
 def view_that_an_error_makes_real(block: Blocks) -> Any:
-    """What it is a view of comes with it, so that the gradient is seen there."""
+    """The view's base becomes real together with the view, so the base gets the gradient."""
     w = weight(4)
     with block():
         held = w[1:3]
@@ -38,7 +38,7 @@ def view_that_an_error_makes_real(block: Blocks) -> Any:
 
 
 def views_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
-    """The one that is used only after the read is over memory that is shared as well."""
+    """The view that is used only after the read also has elements that share memory."""
     w, cell, state = weight(4), nn.GRUCell(4, 4).double(), torch.zeros(4, 4).double()
     with block():
         held = torch.meshgrid(w, w, indexing="ij")[0]
@@ -49,7 +49,7 @@ def views_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
 
 
 def view_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
-    """A held view in between, which has the elements of what is expanded in another order."""
+    """The expanded tensor is read through a held view, which has another order of elements."""
     w, matrix = weight(1, 4), rand(2, 3)
     with block():
         held = w.broadcast_to(2, 4).t()
@@ -60,7 +60,7 @@ def view_of_an_expanded_tensor_that_is_read(block: Blocks) -> Any:
 
 
 def pieces_of_a_leaf_one_with_a_hook(block: Blocks) -> Any:
-    """They are results of one node, so a hook is called for the others' gradients too."""
+    """The pieces are results of one node. So a hook of one is called for gradients of others."""
     w, seen = weight(4), []
     with block():
         _, hooked, _, last = w.unbind(0)
@@ -70,7 +70,7 @@ def pieces_of_a_leaf_one_with_a_hook(block: Blocks) -> Any:
 
 
 def views_of_an_expanded_tensor_over_two_reads(block: Blocks) -> Any:
-    """The first read leaves some behind that the second divides again."""
+    """The first read leaves some views pending. The second read divides these views again."""
     w = weight(1, 4)
     with block():
         held = w.broadcast_to(2, 4)
@@ -87,7 +87,7 @@ def views_of_an_expanded_tensor_over_two_reads(block: Blocks) -> Any:
 
 
 def data_of_an_inference_tensor(block: Blocks) -> Any:
-    """Which is none any more, and has no version counter all the same."""
+    """After the assignment it is an ordinary tensor, but it still has no version counter."""
     w, x = weight(4, 4), rand(4)
     with block(), torch.inference_mode():
         scores = F.log_softmax(rand(4, 4), 1)
@@ -99,7 +99,7 @@ def data_of_an_inference_tensor(block: Blocks) -> Any:
 
 
 def view_without_gradient_of_what_gets_one(block: Blocks) -> Any:
-    """Made under no_grad, of a tensor that nobody holds: a write to another view is seen."""
+    """The view is made under no_grad, and its base is freed. A write to another view changes it."""
     w, x = weight(4), rand(4)
     with block():
         h = x.cummax(-1)[0] * 2
@@ -114,7 +114,7 @@ def view_without_gradient_of_what_gets_one(block: Blocks) -> Any:
 
 
 def piece_of_a_split_whose_whole_was_written(block: Blocks) -> Any:
-    """A cell asks for gradients only of what its results get theirs from."""
+    """A cell computes gradients only for arguments on which its results' gradients depend."""
     w = weight(4, 4)
 
     def finite(piece: Tensor, x: Tensor) -> Tensor:
@@ -140,5 +140,5 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_mended_views(program: Callable[[Blocks], Any]) -> None:
-    """As in eager."""
+    """The program behaves as in eager mode."""
     same(program)

@@ -17,7 +17,7 @@ MOST = 10  # samples per module; some modules have hundreds
 
 
 def programs(info: ModuleInfo, training: bool) -> Iterator[Any]:
-    """One for each sample: a module, applied to several instances of other values."""
+    """Yields a program per sample. It applies a module to instances with different values."""
     torch.manual_seed(0)
     samples = list(
         info.module_inputs_func(
@@ -45,7 +45,7 @@ def programs(info: ModuleInfo, training: bool) -> Iterator[Any]:
 
 
 def copied(t: Tensor, k: int) -> Tensor:
-    """Another instance's value, of the same domain."""
+    """Returns the value of another instance, from the same domain."""
     if not t.is_floating_point():
         return t.clone()
     return (t.detach() * (1 - 0.1 * k)).requires_grad_(t.requires_grad)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 @pytest.mark.parametrize("name", WRITES)
 def test_mutation_of_a_pending_tensor(name: str) -> None:
-    """What was read before the write, what is read after it, and every view."""
+    """Tests values that are read before and after the write, and every view."""
 
     def case(h: Tensor) -> Any:
         value = h * 3
@@ -58,7 +58,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("name", ["add_", "copy_", "setitem_int", "iadd", "masked_fill_", "zero_"])
 def test_mutation_of_a_view(name: str, view: str) -> None:
-    """Every live view sees every write, whichever of them it went through."""
+    """Every live view observes every write through any view."""
 
     def case(h: Tensor) -> Any:
         others = [make(h) for make in VIEWS.values()]
@@ -73,7 +73,7 @@ def test_mutation_of_a_view(name: str, view: str) -> None:
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", ["add_", "copy_", "zero_"])
 def test_mutation_of_one_of_several_views(name: str, grad: bool) -> None:
-    """Where one call made several views, eager refuses the write, unless without gradients."""
+    """If one call made several views, eager rejects a write, except without gradients."""
 
     def case(h: Tensor) -> Any:
         with torch.set_grad_enabled(grad):
@@ -85,7 +85,7 @@ def test_mutation_of_one_of_several_views(name: str, grad: bool) -> None:
 
 
 def test_mutation_of_a_view_of_a_dead_base() -> None:
-    """The base has no other reference; its views still share memory."""
+    """The base has no other reference, but its views still share memory."""
 
     def case(h: Tensor) -> Any:
         a, b = h[0], h.view(-1)
@@ -105,7 +105,7 @@ def test_mutation_of_a_view_of_a_dead_base() -> None:
 
 
 def test_mutation_of_a_view_that_is_written_and_read_in_turn() -> None:
-    """Several writes through several views, with reads between them."""
+    """Tests several writes through several views, with reads between them."""
 
     def case(h: Tensor) -> Any:
         seen = []
@@ -120,7 +120,7 @@ def test_mutation_of_a_view_that_is_written_and_read_in_turn() -> None:
 
 
 def test_mutation_through_an_expanded_view_is_eagers_error() -> None:
-    """Where several entries share one place, eager refuses the write."""
+    """If several elements share memory, eager rejects the write."""
     same(each(lambda h: h[0].expand(4, 3).add_(1)), raises=RuntimeError)
 
 
@@ -129,7 +129,7 @@ def test_mutation_through_an_expanded_view_is_eagers_error() -> None:
 
 @pytest.mark.parametrize("name", WRITES)
 def test_mutation_of_an_ordinary_tensor(name: str) -> None:
-    """Pending ops that have read it run first, on the values that it had."""
+    """Pending ops that have read the tensor run before the write, and read the old values."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -150,7 +150,7 @@ def test_mutation_of_an_ordinary_tensor(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["add_", "copy_", "setitem_int", "iadd", "zero_", "fill_", "out"])
 def test_mutation_of_one_buffer_for_all_instances(name: str) -> None:
-    """One input buffer, or one running state, refilled or written by each instance."""
+    """Each instance refills one input buffer, or writes to one running state."""
 
     def program(block: Blocks) -> Any:
         w, xs, buffer = weight(), inputs((2, 2, 2, 2)), rand(2, 3)
@@ -168,7 +168,7 @@ def test_mutation_of_one_buffer_for_all_instances(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["add_", "copy_", "setitem_int", "imul", "zero_", "out", "data"])
 def test_mutation_of_a_parameter(name: str) -> None:
-    """A weight under no_grad, between two uses; and a view of it."""
+    """Writes to a weight, or to a view of it, under no_grad and between two uses."""
 
     def program(block: Blocks) -> Any:
         w, bias, xs = weight(), weight(3), inputs()
@@ -186,7 +186,7 @@ def test_mutation_of_a_parameter(name: str) -> None:
 
 
 def test_mutation_of_a_leaf_is_eagers_error() -> None:
-    """A leaf that requires grad is not for writing, nor is a view of it."""
+    """A write to a leaf that requires grad, or to a view of it, is an error."""
 
     def program(block: Blocks) -> Any:
         w = weight()
@@ -198,7 +198,7 @@ def test_mutation_of_a_leaf_is_eagers_error() -> None:
 
 
 def test_mutation_of_an_ordinary_tensor_by_a_slice_of_gradients() -> None:
-    """`out[i] = w * i` into a plain tensor makes it part of the graph, as in eager."""
+    """`out[i] = w * i` makes an ordinary tensor a part of the graph, as in eager."""
 
     def program(block: Blocks) -> Any:
         w, out = weight(3), torch.zeros(4, 3, dtype=DOUBLE)
@@ -213,7 +213,7 @@ def test_mutation_of_an_ordinary_tensor_by_a_slice_of_gradients() -> None:
 
 
 def test_mutation_of_slices_of_an_ordinary_tensor_that_has_a_history() -> None:
-    """In-place through views, of a tensor that was computed before the block."""
+    """Writes through views to a tensor that was computed before the block."""
 
     def program(block: Blocks) -> Any:
         w = weight(4)

@@ -14,7 +14,8 @@ import torch_autobatch as ab
 from exactly import Blocks, same, weight
 from torch import Tensor
 
-# Each returns the written tensor. Eager's gradient of an overwritten value is zero, not None.
+# Each function returns the written tensor. Eager's gradient of an overwritten value is zero, and
+# not None.
 OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a result, by another": lambda w, v: (w * 2).copy_(v),
     "a result, by a number": lambda w, v: (w * 2).fill_(0.5),
@@ -27,7 +28,7 @@ OVERWRITTEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def pieces(*values: Callable[[Tensor, Tensor, Tensor], Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """One piece after the other is written to the same place."""
+    """Writes one piece after the other to the same place."""
 
     def function(w: Tensor, v: Tensor) -> Tensor:
         x = torch.zeros(2, 3).double()
@@ -52,7 +53,7 @@ OVERWRITTEN |= {
 
 @pytest.mark.parametrize("how", OVERWRITTEN)
 def test_gradient_of_what_was_overwritten(how: str) -> None:
-    """It is zero where eager's is, and the written tensor has a history where eager's has one."""
+    """The gradient is zero if it is zero in eager. The written tensor has a history as in eager."""
 
     def program(block: Blocks) -> Any:
         ws, vs = [weight(3) for _ in range(3)], [weight(3) for _ in range(3)]
@@ -106,7 +107,7 @@ WRITTEN = [whole, view_of_written, view_of_written_view, view_written_twice, sam
 
 @pytest.mark.parametrize("function", WRITTEN)
 def test_gradient_with_respect_to_what_was_written_to(function: Any) -> None:
-    """What was read after the last write is of the tensor, and of the view it was read through."""
+    """A value read after the last write depends on the tensor, and on the view of the read."""
 
     def program(block: Blocks) -> Any:
         w, v = weight(3), weight(3)
@@ -121,7 +122,7 @@ def test_gradient_with_respect_to_what_was_written_to(function: Any) -> None:
 
 
 def test_attention_does_not_read_what_was_written_to() -> None:
-    """Eager keeps scaled copies of query and key. Ours is an error, not a wrong gradient."""
+    """Eager keeps scaled copies of query and key. A block raises an error instead."""
     w = weight(2, 2, 2)
     x = w + 1
     with ab.batch():
@@ -132,7 +133,7 @@ def test_attention_does_not_read_what_was_written_to() -> None:
 
 
 def leak(block: Blocks) -> list[Any]:
-    """An older tensor is written to with a value of a block that also read what had saved it."""
+    """Writes to an older tensor a value from a block that read a result of this tensor."""
     w = weight(3)
     with block():
         x = torch.tanh(w)
@@ -162,7 +163,7 @@ DETACHED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", DETACHED)
 @pytest.mark.parametrize("place", [slice(1, None), slice(3, None), slice(None)])
 def test_write_to_a_part_of_what_was_detached(how: str, place: slice) -> None:
-    """The detached tensor gets the history of what is written to a view of it."""
+    """A write to a view of the detached tensor gives it the history of the written value."""
 
     def program(block: Blocks) -> Any:
         x, y = weight(3, 4), weight(3, 4)
@@ -204,7 +205,7 @@ def test_gradient_with_respect_to_what_a_piece_was_written_to(of: str) -> None:
 
 
 def test_what_has_no_gradient_asks_for_none() -> None:
-    """A view that autograd can't use any more still has an argmin."""
+    """The view is no longer valid for autograd, but its argmin can be computed."""
 
     def program(block: Blocks) -> Any:
         w = weight(1, 4)
@@ -218,9 +219,9 @@ def test_what_has_no_gradient_asks_for_none() -> None:
     same(program)
 
 
-# Each returns a value that depends on a view, and the view. In eager, a write rebases the existing
-# views onto the written base. Views made after the write belong to the tensor that they are made
-# from.
+# Each function returns a value that depends on a view, and the view. In eager, a write rebases the
+# existing views onto the written base. Views made after the write belong to the tensor that they
+# are made from.
 WITH_RESPECT_TO_A_VIEW: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {}
 
 

@@ -35,7 +35,7 @@ STEPS = 3
 
 
 def test_mutation_accumulating_stays_deferred() -> None:
-    """`total += h` over the steps of an instance: a batch a step, not one an instance."""
+    """`total += h` over the steps of an instance has one batch per step, and not per instance."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), [inputs([1] * STEPS) for _ in range(8)]
@@ -53,7 +53,7 @@ def test_mutation_accumulating_stays_deferred() -> None:
 
 
 def test_mutation_accumulating_over_instances_stays_deferred() -> None:
-    """`total += loss`: the losses are batched all the same."""
+    """With `total += loss`, the losses are still batched."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs([2] * 8)
@@ -68,7 +68,7 @@ def test_mutation_accumulating_over_instances_stays_deferred() -> None:
 
 
 def test_mutation_accumulating_into_a_pending_tensor_stays_deferred() -> None:
-    """The first term is itself computed in the block."""
+    """The first term is also computed in the block."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), [inputs([2] * STEPS) for _ in range(8)]
@@ -87,7 +87,7 @@ def test_mutation_accumulating_into_a_pending_tensor_stays_deferred() -> None:
 
 @pytest.mark.parametrize("make", [torch.zeros, torch.empty, torch.ones])
 def test_mutation_filling_stays_deferred(make: Callable[..., Tensor]) -> None:
-    """`out[t] = h` for each step."""
+    """Each step writes `out[t] = h`."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), [inputs([1] * STEPS) for _ in range(8)]
@@ -108,7 +108,7 @@ def test_mutation_filling_stays_deferred(make: Callable[..., Tensor]) -> None:
 def test_mutation_filling_what_was_made_from_a_pending_tensor_stays_deferred(
     make: Callable[..., Tensor],
 ) -> None:
-    """`out = h.new_zeros(...)`, then `out[t] = h`, and the recurrent state read back from it."""
+    """After `out = h.new_zeros(...)` and `out[t] = h`, the recurrent state is read from `out`."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), [inputs([1] * STEPS) for _ in range(8)]
@@ -129,7 +129,7 @@ def test_mutation_filling_what_was_made_from_a_pending_tensor_stays_deferred(
 
 @pytest.mark.parametrize("pending_mask", [False, True])
 def test_mutation_masked_fill_stays_deferred(pending_mask: bool) -> None:
-    """Attention's mask, written into the scores."""
+    """The mask of attention is written into the scores."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs([2] * 8)
@@ -148,7 +148,7 @@ def test_mutation_masked_fill_stays_deferred(pending_mask: bool) -> None:
 
 @pytest.mark.parametrize("name", ["add_", "add_scalar", "add_alpha", "mul_", "relu_", "imul"])
 def test_mutation_pointwise_stays_deferred(name: str) -> None:
-    """`h.add_(x)` and the like, on a value computed in the block."""
+    """Tests ops such as `h.add_(x)` on a value that is computed in the block."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs([2] * 8)
@@ -170,7 +170,7 @@ def test_mutation_pointwise_stays_deferred(name: str) -> None:
 @pytest.mark.parametrize("name", ["add_", "copy_", "setitem_int", "zero_", "relu_", "data", "out"])
 @pytest.mark.parametrize("flushed", [False, True])
 def test_mutation_of_materialised_results(name: str, flushed: bool) -> None:
-    """After the block, or after a flush in it: siblings do not notice, and backward is eager's."""
+    """A write after the block or a flush changes no batch sibling; backward matches eager."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -204,7 +204,7 @@ def test_mutation_of_a_result_leaves_its_siblings_version_alone() -> None:
 
 @pytest.mark.parametrize("many", [False, True])
 def test_mutation_that_pytorch_is_told_of(many: bool) -> None:
-    """torch.autograd.graph.increment_version of results that aren't computed yet."""
+    """Calls torch.autograd.graph.increment_version on pending results."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -226,7 +226,7 @@ def test_mutation_that_pytorch_is_told_of(many: bool) -> None:
 def test_mutation_of_a_result_that_backward_needs_is_eagers_error(
     op: Callable[[Tensor], Tensor],
 ) -> None:
-    """Eager saved the result; a sibling's write does no harm."""
+    """Eager has saved the result. A write to a batch sibling is allowed."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -240,7 +240,7 @@ def test_mutation_of_a_result_that_backward_needs_is_eagers_error(
 
 
 def test_mutation_of_a_result_that_backward_does_not_need() -> None:
-    """Nothing saved it, so eager's backward goes through."""
+    """No op has saved the result, so eager's backward raises no error."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -257,7 +257,7 @@ def test_mutation_of_a_result_that_backward_does_not_need() -> None:
 
 @pytest.mark.parametrize("which", ["base", "view"])
 def test_mutation_after_the_block_of_a_base_or_a_view(which: str) -> None:
-    """The other one sees the write, and its gradient goes through it."""
+    """The write also changes the other tensor, whose gradient passes through the write."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs((2, 3, 2))
@@ -273,7 +273,7 @@ def test_mutation_after_the_block_of_a_base_or_a_view(which: str) -> None:
 
 
 def test_mutation_of_a_view_of_a_leaf_after_the_block_is_eagers_error() -> None:
-    """A view of a parameter, taken in the block, is still a view of a leaf."""
+    """A view of a parameter that is made in the block is still a view of a leaf."""
 
     def program(block: Blocks) -> Any:
         w = weight()
@@ -286,7 +286,7 @@ def test_mutation_of_a_view_of_a_leaf_after_the_block_is_eagers_error() -> None:
 
 
 def test_mutation_of_a_value_that_pending_ops_have_read() -> None:
-    """A write to a flushed value waits for, or flushes, the pending ops that have read it."""
+    """A write to a flushed value waits for the ops that have read it, or flushes them."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -319,7 +319,7 @@ def test_mutation_of_a_value_that_pending_ops_have_read() -> None:
     ids=["t_", "transpose_", "unsqueeze_", "squeeze_", "detach_", "requires_grad_"],
 )
 def test_mutation_of_metadata(write: Callable[[Tensor], Any]) -> None:
-    """In-place ops that change what a tensor is rather than what it holds."""
+    """Tests in-place ops that change the metadata of a tensor, and not its values."""
 
     def case(h: Tensor) -> Any:
         before = h + 1
@@ -330,7 +330,7 @@ def test_mutation_of_metadata(write: Callable[[Tensor], Any]) -> None:
 
 
 def test_mutation_of_integers_and_booleans() -> None:
-    """Counters and masks that are built up in place."""
+    """Tests counters and masks that are updated in place."""
 
     def case(h: Tensor) -> Any:
         wins, count = h > 0, (h > 1).long()
@@ -361,7 +361,7 @@ def test_mutation_of_set_data() -> None:
 
 
 def test_mutation_of_nn_init() -> None:
-    """A module made and initialised in the block."""
+    """Makes and initialises a module in the block."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -381,7 +381,7 @@ def test_mutation_of_nn_init() -> None:
 
 
 def test_mutation_flushes_name_line_and_reason() -> None:
-    """A write that cannot wait says where it was."""
+    """The report shows the line of a write that can't be deferred."""
     w, buffer = weight(), rand(2, 3)
     with ab.batch() as scope:
         pending = F.linear(buffer, w)

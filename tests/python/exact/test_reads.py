@@ -32,14 +32,14 @@ from torch import Tensor, nn
 
 
 def printed(h: Tensor) -> str:
-    """What print() writes."""
+    """Returns the text that print() writes."""
     file = io.StringIO()
     print(h.detach(), file=file)
     return file.getvalue()
 
 
 def saved(h: Tensor) -> Any:
-    """Through torch.save and torch.load, and how many bytes it took, to a hundred."""
+    """Saves and loads the tensor. Also returns the size of the file in hundreds of bytes."""
     file = io.BytesIO()
     torch.save(h, file)
     return torch.load(io.BytesIO(file.getvalue())), len(file.getvalue()) // 100
@@ -140,7 +140,7 @@ SILENT: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_read(name: str) -> None:
-    """In the block, of a value of each instance; what is computed next is right too."""
+    """Reads a value of each instance in the block. Later values are also right."""
 
     def case(h: Tensor) -> Any:
         before = h * 3
@@ -151,7 +151,7 @@ def test_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", {**READS, **SILENT})
 def test_read_after_the_block(name: str) -> None:
-    """The same of a materialised tensor."""
+    """Performs the read on a materialised tensor."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -166,13 +166,13 @@ def test_read_after_the_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["item", "tolist", "numpy", "deepcopy", "mask", "print"])
 def test_read_of_a_view(name: str) -> None:
-    """Of a transposed slice, whose base stays pending or is dead."""
+    """Reads a transposed slice, whose base stays pending or is freed."""
     same(each(lambda h: (READS[name](h.t()[1:].contiguous()), READS[name](h.flip(1)[:, 1:]))))
 
 
 @pytest.mark.parametrize("name", SILENT)
 def test_read_that_needs_no_value(name: str) -> None:
-    """Metadata is known at once: nothing is flushed for it, and the instances stay batched."""
+    """Metadata is known at capture, so there is no flush, and the instances stay batched."""
     report = same(each(lambda h: (SILENT[name](h), h + 1), (2, 2, 2, 2)))
     assert_deferred(report, batches=5)
 
@@ -192,7 +192,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_read_that_eager_refuses(name: str) -> None:
-    """Eager's error, and the block goes on after it."""
+    """The block raises eager's error, and continues after it."""
 
     def case(h: Tensor) -> Any:
         try:
@@ -215,7 +215,7 @@ NAMED += ["pickle", "save", "dlpack", "nonzero", "mask", "unique", "print"]
 
 @pytest.mark.parametrize("name", NAMED)
 def test_read_is_reported_with_line_and_reason(name: str) -> None:
-    """The user's own line, also where a library function reads."""
+    """The report shows the user's line, even if a library function reads the value."""
     w = weight()
     read = READS[name]
     with ab.batch() as scope:
@@ -231,7 +231,7 @@ def test_read_is_reported_with_line_and_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["item", "tolist", "float", "bool", "nonzero", "mask", "numpy"])
 def test_read_runs_only_what_it_needs(name: str) -> None:
-    """What does not feed the value that is read stays pending, but for what joins its batches."""
+    """Only nodes that the value depends on run, and nodes that join their batches."""
     w = weight()
     with ab.batch() as scope:
         needed = F.linear(rand(2, 3), w)
@@ -243,7 +243,7 @@ def test_read_runs_only_what_it_needs(name: str) -> None:
 
 
 def test_read_in_every_instance_leaves_the_rest_batched() -> None:
-    """A value read from each instance costs the batching of its own ancestors only."""
+    """If each instance reads a value, only the nodes that this value depends on are not batched."""
 
     def program(block: Blocks) -> Any:
         w, u, xs = weight(), weight(), inputs([2] * 8)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 @pytest.mark.parametrize("flushed", [False, True])
 @pytest.mark.parametrize("which", ["data", "detach"])
 def test_read_data_and_detach(which: str, flushed: bool) -> None:
-    """They share memory, need no grad, and writing to them is writing to the tensor."""
+    """The results share the tensor's memory and do not require grad. Writes reach the tensor."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
@@ -45,7 +45,7 @@ def test_read_data_and_detach(which: str, flushed: bool) -> None:
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_read_grad_fn(flushed: bool) -> None:
-    """There is one exactly where eager has one, and it can be walked to the parameters."""
+    """A tensor has a grad_fn if it has one in eager. The graph leads to the parameters."""
 
     def leaves(node: Any, seen: set[int]) -> list[tuple[int, ...]]:
         found = [tuple(node.variable.shape)] if hasattr(node, "variable") else []
@@ -74,7 +74,7 @@ def test_read_grad_fn(flushed: bool) -> None:
 
 @pytest.mark.parametrize("flushed", [False, True])
 def test_read_is_leaf(flushed: bool) -> None:
-    """Also of what requires no grad, of views, and of leaves made in the block."""
+    """Tests tensors that do not require grad, views, and leaves made in the block."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
@@ -96,7 +96,7 @@ def test_read_is_leaf(flushed: bool) -> None:
 @pytest.mark.parametrize("when", ["pending", "flushed", "after"])
 @pytest.mark.parametrize("kind", ["look", "change", "remove"])
 def test_read_register_hook(when: str, kind: str) -> None:
-    """A hook of a value sees its gradient once, and may replace it."""
+    """A hook of a value gets its gradient once, and may replace it."""
 
     def program(block: Blocks) -> Any:
         w, xs, seen = weight(), inputs(), []
@@ -132,7 +132,7 @@ def test_read_register_hook(when: str, kind: str) -> None:
 
 @pytest.mark.parametrize("when", ["pending", "flushed", "after"])
 def test_read_retain_grad(when: str) -> None:
-    """`.grad` of a value that is no leaf, in two backward passes."""
+    """Reads `.grad` of a value that is not a leaf, in two backward passes."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(), inputs()
@@ -157,7 +157,7 @@ def test_read_retain_grad(when: str) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_read_gradients_of_held_values(inside: bool) -> None:
-    """`autograd.grad(loss, h)` of intermediate values, of views of them, and of several at once."""
+    """Tests `autograd.grad(loss, h)` for intermediate values, their views, and several values."""
 
     def program(block: Blocks) -> Any:
         w, u, xs = weight(), weight(), inputs()
@@ -189,7 +189,7 @@ def test_read_gradients_of_held_values(inside: bool) -> None:
 @pytest.mark.parametrize("remade", [False, True])
 @pytest.mark.parametrize("use", ["linear", "add", "matmul", "weight", "index"])
 def test_read_of_a_numpy_buffer_that_is_refilled(use: str, remade: bool) -> None:
-    """`torch.from_numpy(buffer)`, filled for each instance."""
+    """Each instance fills the buffer of `torch.from_numpy(buffer)`."""
 
     def program(block: Blocks) -> Any:
         w, buffer, results = weight(), np.zeros((3, 3)), []
@@ -213,7 +213,7 @@ def test_read_of_a_numpy_buffer_that_is_refilled(use: str, remade: bool) -> None
 
 @pytest.mark.parametrize("how", ["at_once", "nothing_saved"])
 def test_read_of_a_numpy_buffer_that_is_refilled_and_gradients(how: str) -> None:
-    """Where backward comes before the next filling, or needs no values, eager is well-defined."""
+    """Eager is well-defined if backward runs before the next refill, or needs no values."""
 
     def program(block: Blocks) -> Any:
         w, buffer, results = weight(), np.zeros((3, 3)), []
@@ -233,7 +233,7 @@ def test_read_of_a_numpy_buffer_that_is_refilled_and_gradients(how: str) -> None
 
 @pytest.mark.parametrize("way", ["numpy", "data", "detach", "dlpack", "view", "storage"])
 def test_read_of_a_tensor_that_is_written_behind_the_tracer(way: str) -> None:
-    """A tensor's memory, written through something else that shares it."""
+    """Writes to a tensor's memory through another object that shares the memory."""
 
     def program(block: Blocks) -> Any:
         w, x, results = weight(), torch.zeros(2, 3, dtype=DOUBLE), []
@@ -262,7 +262,7 @@ def test_read_of_a_tensor_that_is_written_behind_the_tracer(way: str) -> None:
 
 
 def test_read_of_a_weight_that_is_written_through_data() -> None:
-    """`p.data.mul_()` and `p.data = ...` between two instances."""
+    """Tests `p.data.mul_()` and `p.data = ...` between two instances."""
 
     def program(block: Blocks) -> Any:
         w, u, xs, results = weight(), weight(), inputs(), []
@@ -277,7 +277,7 @@ def test_read_of_a_weight_that_is_written_through_data() -> None:
 
 
 def test_read_of_a_dead_weights_address() -> None:
-    """A weight made for each instance, freed, and its memory given to the next."""
+    """Each instance makes a weight. It is freed, and the next weight reuses its memory."""
 
     def program(block: Blocks) -> Any:
         xs, results = inputs([2] * 6), []
@@ -292,7 +292,7 @@ def test_read_of_a_dead_weights_address() -> None:
 
 
 def test_read_of_a_dead_inputs_address() -> None:
-    """The same of inputs."""
+    """Each instance makes an input. It is freed, and the next input reuses its memory."""
 
     def program(block: Blocks) -> Any:
         w, results = weight(), []

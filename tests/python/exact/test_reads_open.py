@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 
 def sum_of(x: Tensor) -> int:
-    """A read of what has no gradient."""
+    """Reads a value without gradient."""
     return int(x.argmax())
 
 
 @pytest.mark.parametrize("read", [sum_of, lambda x: (x > 0).tolist(), lambda x: x.sum().item()])
 def test_what_is_held_stays_pending(read: Callable[[Tensor], Any]) -> None:
-    """A read makes real what it reads, and a number nothing."""
+    """A read computes a real tensor. A read of a number makes no tensor real."""
     w = weight()
     with ab.batch():
         held = [F.linear(x, w).tanh() for x in inputs()]
@@ -33,20 +33,20 @@ def test_what_is_held_stays_pending(read: Callable[[Tensor], Any]) -> None:
     loss.backward()
     assert w.grad is not None
     names, node = [], loss.grad_fn
-    while node is not None:  # one record: the loss's own node, what leaves it, the weight's
+    while node is not None:  # one record: nodes of the loss, of outputs and of the weight
         names.append(node.name())
         node = node.next_functions[0][0] if node.next_functions else None
     assert len(names) <= 4, names
 
 
 def after_read(case: Callable[[Tensor, Tensor], Any]) -> Callable[[Blocks], Any]:
-    """A program that does ``case`` to a held value that was computed and is pending still."""
+    """Returns a program that applies ``case`` to a held value, computed but still pending."""
 
     def program(block: Blocks) -> Any:
         w, xs, results = weight(), inputs(), []
         with block():
             held = [F.linear(x, w) * 2 for x in xs]
-            later = [h + 2 for h in held]  # captured before the read, computed after
+            later = [h + 2 for h in held]  # captured before the read, and computed after it
             for h in held:
                 sum_of(h)
             for h, g in zip(held, later, strict=True):
@@ -84,7 +84,7 @@ def test_after_a_read(name: str) -> None:
 
 
 def test_hooks_set_after_a_read() -> None:
-    """They see the whole gradient, also of what was captured before them."""
+    """The hooks get the whole gradient, also for ops captured before the hooks were set."""
 
     def program(block: Blocks) -> Any:
         w, seen = weight(), []
@@ -102,7 +102,7 @@ def test_hooks_set_after_a_read() -> None:
 
 
 def test_in_place_after_it_was_saved() -> None:
-    """Eager's error, for a value that was computed and is pending."""
+    """The block raises eager's error for a value that was computed but is still pending."""
 
     def program(block: Blocks) -> Any:
         w = weight()
@@ -119,7 +119,7 @@ def test_in_place_after_it_was_saved() -> None:
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_what_was_read_is_written_to(saved: bool) -> None:
-    """It is a tensor of its own then; eager minds if an op has saved it."""
+    """After the read it is an ordinary tensor. Eager raises an error if an op has saved it."""
 
     def program(block: Blocks) -> Any:
         w, losses = weight(), []
@@ -139,7 +139,7 @@ def test_what_was_read_is_written_to(saved: bool) -> None:
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_an_outside_tensor_is_written_to(saved: bool) -> None:
-    """After what read it was computed; what reads it later reads the new value."""
+    """The write occurs after the ops that read the tensor. Later ops read the new value."""
 
     def program(block: Blocks) -> Any:
         w, results = weight(), []
@@ -157,7 +157,7 @@ def test_an_outside_tensor_is_written_to(saved: bool) -> None:
 
 @pytest.mark.parametrize("how", ["a piece", "all of it", "a caught error in place of the read"])
 def test_what_was_put_into_a_piece_is_written_to(how: str) -> None:
-    """No node reads it, and what it was put into is pending still."""
+    """No node reads the source, and the tensor into which it was written is still pending."""
 
     def program(block: Blocks) -> Any:
         w, results = weight(), []
@@ -185,7 +185,7 @@ def test_what_was_put_into_a_piece_is_written_to(how: str) -> None:
 
 
 def test_weights_are_updated() -> None:
-    """Between reads, and with nothing waiting: no flush is needed, and each op reads its time's."""
+    """Updates weights between reads, while no op is pending. Each op reads the current weights."""
 
     def program(block: Blocks) -> Any:
         w, results = weight(), []
@@ -202,7 +202,7 @@ def test_weights_are_updated() -> None:
 
 
 def test_a_factory_is_made_once() -> None:
-    """One that was computed for another value, and is read itself afterwards."""
+    """The factory's result is computed for another value, and is read later."""
     w = weight()
     with ab.batch():
         noise = torch.rand(3, 3, dtype=w.dtype)
@@ -214,7 +214,7 @@ def test_a_factory_is_made_once() -> None:
 
 
 def test_a_failure_among_what_is_read() -> None:
-    """Is eager's, and what does not depend on it is there."""
+    """Eager's error is raised. Values that do not depend on the failed op are computed."""
     table = nn.Embedding(3, 3)
     with ab.batch():
         first = table(torch.tensor([1])).tanh()
@@ -231,7 +231,7 @@ def test_a_failure_among_what_is_read() -> None:
 
 @pytest.mark.parametrize("deep", [3, 40])
 def test_losses_over_many_reads(deep: int) -> None:
-    """A chain of steps, each of which looks at the last one's result."""
+    """Runs a chain of steps. Each step reads the result of the previous step."""
 
     def program(block: Blocks) -> Any:
         cell, score = weight(), weight(2, 3)
@@ -254,7 +254,7 @@ def test_losses_over_many_reads(deep: int) -> None:
 
 
 def test_memory_of_what_nobody_looks_at() -> None:
-    """A long chain of reads, of which only the last value is held and no backward reads any."""
+    """Runs a long chain of reads. Only the last value is held, and backward reads no value."""
     w = weight(64, 64)
     with ab.batch():
         h = w + 0

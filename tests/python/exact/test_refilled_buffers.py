@@ -28,7 +28,7 @@ BUFFER_USES: dict[str, Callable[[Tensor, Tensor, Tensor], list[Tensor]]] = {
 @pytest.mark.parametrize("made", ["numpy", "torch", "in the block"])
 @pytest.mark.parametrize("use", BUFFER_USES)
 def test_refilled_buffer(use: str, made: str) -> None:
-    """What a buffer held when it was used counts, in a weight's position too."""
+    """An op reads the buffer's content at the time of the call, also if the buffer is a weight."""
 
     def program(block: Blocks) -> Any:
         w, m, results = weight(3), weight(3, 3), []
@@ -48,7 +48,7 @@ def test_refilled_buffer(use: str, made: str) -> None:
 
 
 def test_buffer_given_away_after_its_first_use() -> None:
-    """From then on it is copied at each use."""
+    """After this, the buffer is copied at each use."""
 
     def program(block: Blocks) -> Any:
         w, t = weight(3), torch.ones(3).double()
@@ -69,7 +69,7 @@ def test_buffer_given_away_after_its_first_use() -> None:
 
 
 def test_buffer_that_changes_its_sign_alone() -> None:
-    """-0 is another content than 0."""
+    """A change from 0 to -0 is a change of the content."""
 
     def program(block: Blocks) -> Any:
         w, buffer = weight(1), np.zeros(1)
@@ -99,7 +99,7 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("when", ["at first", "after a use", "each time"])
 @pytest.mark.parametrize("alias", ALIASES)
 def test_written_through_an_alias(alias: str, when: str, trained: bool) -> None:
-    """Where eager's gradient does not depend on what is written."""
+    """Tests writes that do not change eager's gradients."""
 
     def program(block: Blocks) -> Any:
         other, results = weight(3), []
@@ -133,7 +133,7 @@ def test_strided_memory_given_away_after_a_use() -> None:
 @pytest.mark.parametrize("how", [lambda x: x.numpy(), torch.utils.dlpack.to_dlpack])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_views_of_memory_that_is_given_away(how: Callable[[Tensor], Any], enabled: bool) -> None:
-    """A pending view shares the memory before and after: a write through it is seen."""
+    """A pending view shares the memory before and after, so a write through the view reaches it."""
     x = torch.arange(4.0)
     linear = nn.Linear(2, 2)
     with ab.batch(enabled=enabled):

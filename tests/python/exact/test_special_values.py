@@ -44,7 +44,7 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_gradients_of_equal_elements_are_shared(
     reduction: str, values: str, instances: int
 ) -> None:
-    """functorch's `min`, `max`, `median` and `prod` have other gradients than eager's."""
+    """The gradients of `min`, `max`, `median` and `prod` in functorch differ from eager."""
     if reduction == "aminmax" and "NotImpl" in str(torch.ones(2, requires_grad=True).aminmax()[0]):
         pytest.skip("this PyTorch has no derivative of aminmax")
 
@@ -60,7 +60,7 @@ def test_gradients_of_equal_elements_are_shared(
 
 @pytest.mark.parametrize("reduction", ["min", "max", "median", "nanmedian", "prod", "amax"])
 def test_infinite_gradients_of_reductions(reduction: str) -> None:
-    """What has no part in the extremum gets no part of an infinite gradient."""
+    """An element that is not an extremum gets no part of an infinite gradient."""
 
     def program(block: Blocks) -> Any:
         xs = [torch.tensor(x, requires_grad=True) for x in VALUES["ties"]]
@@ -73,7 +73,7 @@ def test_infinite_gradients_of_reductions(reduction: str) -> None:
 
 
 def test_extrema_of_integers_and_low_precision() -> None:
-    """Types that the native rules leave out, and what rounds."""
+    """Tests dtypes that native rules do not accept, and dtypes that round."""
 
     def program(block: Blocks) -> Any:
         w = weight(6)
@@ -88,7 +88,7 @@ def test_extrema_of_integers_and_low_precision() -> None:
 
 
 def test_extrema_are_one_batch() -> None:
-    """Of any shape."""
+    """Extrema of tensors of all shapes run as one batch."""
 
     def program(block: Blocks) -> Any:
         w, xs = weight(6), [rand(6) for _ in range(4)]
@@ -103,7 +103,7 @@ def test_extrema_are_one_batch() -> None:
 
 
 def test_extremum_of_nothing_is_eagers_error() -> None:
-    """A reduction of no elements."""
+    """Reduces a tensor without elements."""
 
     def program(block: Blocks) -> Any:
         with block():
@@ -127,7 +127,7 @@ WEIGHTS: dict[str, tuple[int, ...] | None] = {
 @pytest.mark.parametrize("argument", ["weight", "pos_weight"])
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_binary_cross_entropy_of_infinite_logits(kind: str, argument: str, reduction: str) -> None:
-    """functorch takes the op apart, and the gradient of its parts is NaN where eager's is not."""
+    """functorch decomposes the op, and the gradient of the parts can be NaN, unlike in eager."""
 
     def program(block: Blocks) -> Any:
         results = []
@@ -157,7 +157,7 @@ def test_binary_cross_entropy_of_infinite_logits(kind: str, argument: str, reduc
 
 @pytest.mark.parametrize("argument", ["weight", "pos_weight"])
 def test_weights_of_binary_cross_entropy_have_no_gradient(argument: str) -> None:
-    """That is eager's error."""
+    """The block raises eager's error."""
 
     def program(block: Blocks) -> Any:
         with block():
@@ -168,7 +168,7 @@ def test_weights_of_binary_cross_entropy_have_no_gradient(argument: str) -> None
 
 
 def test_binary_cross_entropy_of_other_layouts_and_types() -> None:
-    """What the native rule leaves out."""
+    """Tests arguments that the native rule does not accept."""
 
     def program(block: Blocks) -> Any:
         xs = [torch.tensor(LOGITS[:3], requires_grad=True) for _ in range(3)]
@@ -209,7 +209,7 @@ SCALAR_OPS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("op", SCALAR_OPS)
 @pytest.mark.parametrize("gradient", [True, False])
 def test_dimension_of_a_number(op: str, gradient: bool) -> None:
-    """Dimension 0 of what has none is not the batch's."""
+    """Dimension 0 of a 0-dimensional tensor must not become the batch's dimension."""
 
     def program(block: Blocks) -> Any:
         xs = [torch.tensor(i + 1.0, requires_grad=gradient) for i in range(4)]
@@ -254,7 +254,7 @@ ODD: dict[str, tuple[list[float], Callable[[Tensor, int], Tensor]]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_values(name: str) -> None:
-    """In some instances of several."""
+    """Some of several instances have these values."""
     values, function = ODD[name]
 
     def program(block: Blocks) -> Any:

@@ -1,4 +1,4 @@
-"""Ops whose Meta kernel or formula gives other strides than eager's kernel."""
+"""Ops whose Meta kernel or formula gives different strides than eager's kernel."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LARGE_OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("size", [16, 1100])
 @pytest.mark.parametrize("op", LARGE_OPS)
 def test_strides_of_large_results(op: str, size: int) -> None:
-    """The Meta kernels of some ops give other strides than the CPU's where it is not row-major."""
+    """If the CPU's result is not row-major, the Meta kernels of some ops give different strides."""
 
     def program(block: Blocks) -> Any:
         x, s = torch.rand(size, size).t().requires_grad_(), torch.tensor(2.0, requires_grad=True)
@@ -38,7 +38,7 @@ def test_strides_of_large_results(op: str, size: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 5), (1, 1, 5), (3, 1, 5), (2, 1, 1, 5), (1, 2, 1, 5)])
 def test_strides_of_expand(sizes: tuple[int, ...]) -> None:
-    """A new dimension of one element steps over what follows it."""
+    """The stride of a new dimension of size one spans all following dimensions."""
 
     def program(block: Blocks) -> Any:
         w = weight(1, 5)
@@ -53,7 +53,7 @@ def test_strides_of_expand(sizes: tuple[int, ...]) -> None:
 
 
 def test_gradient_of_a_leaf_with_gaps_is_dense() -> None:
-    """Every second column of a matrix: its gradient has no gaps."""
+    """The leaf is every second column of a matrix. Its gradient has no gaps."""
 
     def program(block: Blocks) -> Any:
         x, w = rand(4, 6)[:, ::2].detach().requires_grad_(), weight(3)
@@ -65,7 +65,7 @@ def test_gradient_of_a_leaf_with_gaps_is_dense() -> None:
 
 
 def test_storage_offset_of_a_view_of_an_outside_view() -> None:
-    """Counted from the start of the memory, before it is real and after."""
+    """The offset counts from the start of the memory, before and after the view is real."""
 
     def program(block: Blocks) -> Any:
         w = weight(4, 5)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @pytest.mark.parametrize("taken", ["in the block", "after it"])
 def test_hook_on_a_view_leaves_it_a_view(taken: str) -> None:
-    """Its views under no_grad know their base, and whether that requires grad."""
+    """Views of it that are made under no_grad have the right base, and know if it requires grad."""
 
     def program(block: Blocks) -> Any:
         x, calls = weight(4), []
@@ -51,7 +51,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("view", [True, False])
 @pytest.mark.parametrize("write", WRITES)
 def test_hook_fires_once_after_a_write(write: str, view: bool, inside: bool) -> None:
-    """With the gradient of what stood there when it was registered; a later one with the other."""
+    """Each hook gets the gradient of the value that the tensor had when the hook was set."""
 
     def program(block: Blocks) -> Any:
         x, calls = weight(4), []
@@ -92,7 +92,7 @@ SEVERAL: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("used", ["later", "in the block", "both", "base"])
 @pytest.mark.parametrize("op", SEVERAL)
 def test_hook_on_one_of_several_results(op: str, used: str) -> None:
-    """Eager calls it with None where only another result of the node has a gradient."""
+    """If only another result of the node has a gradient, eager calls the hook with None."""
 
     def program(block: Blocks) -> Any:
         x, calls = weight(4), []
@@ -114,7 +114,7 @@ def test_hook_on_one_of_several_results(op: str, used: str) -> None:
 
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_gradients_of_several_results(create_graph: bool) -> None:
-    """With respect to each piece, and retained ones."""
+    """Tests gradients with respect to each piece, and retained gradients."""
 
     def program(block: Blocks) -> Any:
         xs, out = [weight(4) for _ in range(3)], []
@@ -136,7 +136,7 @@ def test_gradients_of_several_results(create_graph: bool) -> None:
 
 
 def test_hook_of_left_out_instances_siblings() -> None:
-    """Pieces of an instance that has no gradient at all: their hooks are not called."""
+    """If an instance has no gradient, the hooks of its pieces are not called."""
 
     def program(block: Blocks) -> Any:
         w, calls = weight(4), []
@@ -166,7 +166,7 @@ PARTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("write", ["sigmoid_", "mul_", "zero_", "add_ itself"])
 @pytest.mark.parametrize("part", PARTS)
 def test_write_to_a_part_of_a_complex_result(part: str, write: str) -> None:
-    """The view is of another dtype than its base: autograd has its own way of making it again."""
+    """View and base have different dtypes, and autograd recreates such a view in a special way."""
 
     def program(block: Blocks) -> Any:
         a, b = weight(4), weight(2, 4)
@@ -186,7 +186,7 @@ def test_write_to_a_part_of_a_complex_result(part: str, write: str) -> None:
 
 
 def test_write_to_no_element_gives_a_history() -> None:
-    """`buffer[1:2] = h` of a buffer with one row: it requires grad from then on."""
+    """After `buffer[1:2] = h`, a buffer with one row requires grad."""
 
     def program(block: Blocks) -> Any:
         w = weight(4)
@@ -203,7 +203,7 @@ def test_write_to_no_element_gives_a_history() -> None:
 
 
 def test_view_of_one_of_several_after_a_write_is_eagers_error() -> None:
-    """Of the pieces of a split none can be used once the whole was written to."""
+    """After a write to the whole tensor, no piece of a split can be used."""
 
     def program(block: Blocks) -> Any:
         w = weight(4)
@@ -221,7 +221,7 @@ def test_view_of_one_of_several_after_a_write_is_eagers_error() -> None:
 
 
 def test_reshape_that_copies_is_no_view() -> None:
-    """It can be detached in place, and knows no base."""
+    """The result can be detached in place, and has no base."""
 
     def program(block: Blocks) -> Any:
         w = weight(3, 4)
@@ -236,7 +236,7 @@ def test_reshape_that_copies_is_no_view() -> None:
 
 
 def test_backward_under_autocast() -> None:
-    """Of what was computed without it."""
+    """Runs backward under autocast. The forward ran without autocast."""
 
     def program(block: Blocks) -> Any:
         w, x = weight(4, 4, dtype=torch.float32), rand(4, 4, dtype=torch.float32)
@@ -250,7 +250,7 @@ def test_backward_under_autocast() -> None:
 
 
 def test_gradient_of_what_was_written_to_itself() -> None:
-    """`y[0:2] = y` through a view of all of it: the gradient passes what stands there now."""
+    """`y[0:2] = y` writes through a view of all of y. The gradient belongs to the new value."""
 
     def program(block: Blocks) -> Any:
         w = weight(2)
@@ -264,7 +264,7 @@ def test_gradient_of_what_was_written_to_itself() -> None:
 
 
 def test_views_of_a_fresh_memory_share_their_history() -> None:
-    """Two views of a constant whose whole is gone: a write to one gives the other a history."""
+    """The base of two views is freed. A write to one view gives the other view a history."""
 
     def program(block: Blocks) -> Any:
         w = weight(1)
@@ -295,7 +295,7 @@ def from_numpy(x: Tensor) -> Tensor:
 def test_strides_of_results_of_outside_tensors(
     given: Callable[[Tensor], Tensor], first: bool
 ) -> None:
-    """They follow the tensor's own, also where it is copied and a signature is known already."""
+    """The strides follow the tensor's strides, even if it is copied or the signature is cached."""
 
     def program(block: Blocks) -> Any:
         x, w, mask = rand(3, 4), weight(4, 3), rand(4, 3) > 0

@@ -1,4 +1,4 @@
-"""Cycles of pending tensors, collected on one thread while another one's block runs.
+"""Collects cycles of pending tensors on one thread while a block runs on another thread.
 
 test_collector.py runs this file in a separate process, because an error here is a crash.
 """

@@ -111,7 +111,7 @@ def test_compiled_modules(before: bool) -> None:
 
 
 def hooked(change: Callable[[nn.Linear, list[Any]], Any]) -> None:
-    """A change to the module makes its call an ordinary one, which behaves as in eager mode."""
+    """After the change, the module's call is an ordinary call, and behaves as in eager mode."""
     seen: dict[bool, list[Any]] = {}
     for enabled in (False, True):
         torch.manual_seed(0)

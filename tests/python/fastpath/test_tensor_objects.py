@@ -18,7 +18,7 @@ from torch_autobatch import _C
 
 
 class Tracked(Tensor):
-    """A subclass, whose objects are destroyed by the same function."""
+    """A subclass. The same function destroys its objects."""
 
 
 def captured(layer: nn.Module) -> Tensor:
@@ -209,7 +209,7 @@ def test_objects_used_again_are_what_the_next_result_is(mode: Callable[[], Any])
     with mode():
         expected = results_of_all_kinds(layer, x)
         with ab.batch():
-            for _ in range(3):  # known from the second on, in objects of the one before
+            for _ in range(3):  # from the second turn on, calls are cached and objects are reused
                 kept = results_of_all_kinds(layer, x)
                 assert [facts(t) for t in kept] == [facts(t) for t in expected]
                 identities = [id(t) for t in kept]

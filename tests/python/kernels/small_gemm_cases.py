@@ -16,7 +16,7 @@ CAPABILITY = torch.backends.cpu.get_cpu_capability()
 needs_kernel = pytest.mark.skipif(
     CAPABILITY not in ("AVX2", "AVX512"), reason="the kernels are for AVX2 and AVX-512"
 )
-MOST_ROWS = 32 if CAPABILITY == "AVX2" else max(ROWS)  # of more a BLAS makes the product
+MOST_ROWS = 32 if CAPABILITY == "AVX2" else max(ROWS)  # for more rows, a BLAS computes the product
 SIZES = [(8, 16), (7, 16), (8, 15), (64, 64), (70, 33), (300, 20), (67, 203), (129, 24)]
 
 
@@ -61,7 +61,7 @@ def test_a_matrix_by_those_of_instances(m: int, k: int, n: int) -> None:
     check(on_the_left, rand(k, n, dtype=torch.float), parameters=weights)
 
 
-@needs_kernel  # elsewhere it is as exact as the BLAS is
+@needs_kernel  # on other machines, a BLAS computes the product
 def test_many_terms_are_summed_in_parts() -> None:
     w = torch.ones(64, 30000)
     x = torch.full((20, 30000), 0.1)

@@ -113,7 +113,7 @@ def test_cells_by_eagers_kernels(kind: type[nn.Module], bias: bool, dtype: torch
 
 
 def test_an_lstm_cells_results_are_one_nodes() -> None:
-    """On CUDA one kernel of eager computes h' and c', so no gradient flows between them."""
+    """On CUDA one eager kernel computes h' and c', so no gradient flows between h' and c'."""
     cell = nn.LSTMCell(3, 5).cuda()
     xs = [torch.randn(1, 3, device="cuda") for _ in range(3)]
     with ab.batch():
@@ -123,7 +123,7 @@ def test_an_lstm_cells_results_are_one_nodes() -> None:
 
 
 def test_no_synchronisation(model: TreeRNN) -> None:
-    run(model, True)  # first calls may try out ops
+    run(model, True)  # the first calls may run ops on trial
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(model, True)
@@ -143,7 +143,7 @@ def test_fewer_launches_than_eager(model: TreeRNN) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype) -> None:
-    """Forward and backward."""
+    """Tests forward and backward."""
     linear = nn.Linear(8, 32).cuda().to(dtype)
 
     @ab.cell
@@ -169,7 +169,7 @@ def test_elementwise_ops_of_a_cell_are_one_launch(dtype: torch.dtype) -> None:
         found = program(True)
     names = [e.name for e in profiler.events()]
     passes = [name for name in names if "autobatch" in name and "elementwise_kernel" in name]
-    assert len(passes) == 9, names  # in two of three steps, forward and backward
+    assert len(passes) == 9, names  # forward and backward in two of three steps
     tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
     check(found, program(False), tolerance)
 
@@ -198,7 +198,7 @@ def test_streams_within_a_block(model: TreeRNN) -> None:
     for _ in range(20):
         with ab.batch():
             found = [model(tree) for tree in TREES]
-            stream.wait_stream(torch.cuda.current_stream())  # by an event
+            stream.wait_stream(torch.cuda.current_stream())  # this records an event
             with torch.cuda.stream(stream):
                 doubled = [loss * 2 for loss in found]
             torch.cuda.current_stream().wait_stream(stream)

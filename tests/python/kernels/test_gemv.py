@@ -24,7 +24,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def products(x: Tensor, y: Tensor) -> list[Tensor]:
-    """All products of [n, m] and [m, 1] and of their transposes, however they are written."""
+    """Returns all products of [n, m] and [m, 1] and of their transposes, in all spellings."""
     return [
         x @ y,
         y.t() @ x.t(),

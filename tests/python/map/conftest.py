@@ -1,4 +1,4 @@
-"""Tests of ``ab.map``, a file a theme."""
+"""Tests of ``ab.map``. Each file has one theme."""
 
 from __future__ import annotations
 

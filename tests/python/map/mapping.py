@@ -29,7 +29,7 @@ def gradients(results: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]
 
 
 def same(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
-    """Asserts that two results are equal, but for rounding."""
+    """Asserts that two results are equal up to rounding."""
     assert _pytree.tree_structure(found) == _pytree.tree_structure(expected)
     for a, b in zip(leaves(found), leaves(expected), strict=True):
         if isinstance(b, Tensor):
@@ -58,7 +58,7 @@ def agree(
         found = ab.map(function, instances, **options)
     same(found, expected)
     same(gradients(found, parameters), wanted)
-    alone = ab.map(function, instances, **options)  # a scope of its own
+    alone = ab.map(function, instances, **options)  # with a separate scope
     same(alone, expected)
     same(gradients(alone, parameters), wanted)
     return scope.report()

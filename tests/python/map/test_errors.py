@@ -49,7 +49,7 @@ def test_an_error_names_its_instance(layer: nn.Linear) -> None:
 
 
 def test_the_error_is_the_loops(layer: nn.Linear) -> None:
-    """Instance 4 fails first, but instance 1 comes first in the loop."""
+    """Instance 4 fails first, but a loop would raise the error of instance 1."""
     done: list[int] = []
 
     def function(pair: tuple[int, Tensor]) -> Any:
@@ -70,7 +70,7 @@ def test_the_error_is_the_loops(layer: nn.Linear) -> None:
 
 
 def test_others_are_ended_and_clean_up(layer: nn.Linear) -> None:
-    """Their ``finally`` blocks run, and may read values."""
+    """The ``finally`` blocks of the other instances run, and may read values."""
     ended: dict[int, Any] = {}
 
     def function(pair: tuple[int, Tensor]) -> None:
@@ -100,7 +100,7 @@ def test_others_are_ended_and_clean_up(layer: nn.Linear) -> None:
 
 
 def test_one_that_refuses_to_end(layer: nn.Linear) -> None:
-    """Its reads are computed immediately, and its result is dropped."""
+    """The instance's reads are computed immediately, and its result is dropped."""
     seen: list[float] = []
 
     def function(pair: tuple[int, Tensor]) -> Any:

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 
 
 class Stack:
-    """A stack as in such packages. Its context manager raises an error if it is not on top."""
+    """A stack of contexts. A context that is not on top at its end raises an error."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = []

@@ -106,7 +106,7 @@ def test_a_map_that_is_left_and_entered_again(layer: nn.Linear) -> None:
 
 
 class ReadsAtLast:
-    """Reads a tensor when it is freed, and notes it."""
+    """Reads a tensor when the object is freed, and records the value."""
 
     def __init__(self, i: int, log: list[tuple[int, float, bool]]) -> None:
         self.i = i
@@ -156,7 +156,7 @@ def test_what_a_context_holds_dies_with_its_instance(layer: nn.Linear) -> None:
         return h.sum().item()
 
     found = ab.map(function, range(5))
-    assert alive[-1] == 4  # the last to end is instance 0
+    assert alive[-1] == 4  # instance 0 ends last
     gc.collect()
     assert [i for i, _, _ in sorted(log)] == list(range(5))
     for i, value in enumerate(found):

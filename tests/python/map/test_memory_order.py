@@ -16,7 +16,7 @@ SIZES = (3, 5, 2, 4)
 
 
 class Shared(nn.Module):
-    """Writes to buffers after a read of a value, and reads them before it."""
+    """Reads buffers before a read of a value, and writes to them after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Queue(Shared):
 
 
 class Quantizer(Shared):
-    """Moving averages of two buffers give the content of a third one (VQ-VAE)."""
+    """A third buffer is computed from the moving averages in two buffers (VQ-VAE)."""
 
     embed: Tensor
     size: Tensor
@@ -112,7 +112,7 @@ Loop = Callable[[Callable[[Tensor], Tensor], Sequence[Tensor]], list[Tensor]]
 
 
 def step(model: nn.Module, loop: Loop) -> dict[str, Tensor]:
-    """Returns the losses, gradients and buffers of a training step. Buffers begin as given."""
+    """Returns the losses, gradients and buffers of a training step. Restores the buffers first."""
     before = copy.deepcopy(dict(model.named_buffers()))
     model.zero_grad()
     losses = torch.stack(loop(lambda x: model(x), examples()))

@@ -35,7 +35,7 @@ def made(name: str, functions: data.Dataset) -> nn.Module:
     model = MODELS[name][1](functions.vocabulary, functions.classes, 6).double()
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(2)  # so that decisions differ
+            p.mul_(2)  # makes decisions differ
     return model
 
 

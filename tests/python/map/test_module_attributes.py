@@ -111,7 +111,7 @@ def test_numbers_and_new_modules_do_not_end_the_turns() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            scale = nn.Linear(3, 3, dtype=DOUBLE)  # sets attributes of its own
+            scale = nn.Linear(3, 3, dtype=DOUBLE)  # sets attributes of a new module
             with torch.no_grad():
                 scale.weight.fill_(0.5), scale.bias.zero_()
             return scale(x) if self.layer(x).sum().item() > 0 else x

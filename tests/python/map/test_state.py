@@ -32,7 +32,7 @@ def inputs(count: int = 6) -> list[tuple[int, Tensor]]:
 
 
 class Doubling(TorchFunctionMode):
-    """Doubles what ``torch.tanh`` gives."""
+    """Doubles the result of ``torch.tanh``."""
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = f(*args, **(kwargs or {}))
@@ -203,7 +203,7 @@ def test_under_the_profiler(layer: nn.Linear) -> None:
 
 
 def test_transforms_and_dispatch_modes_within(layer: nn.Linear) -> None:
-    """No fiber can be suspended there, so the read is immediate."""
+    """A fiber can't be suspended inside a transform or mode, so the read is immediate."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Plain(TorchDispatchMode):

@@ -104,7 +104,7 @@ def test_a_loss_that_depends_on_a_value_read() -> None:
 def compare_training(
     function: Callable[[Any], Any], instances: list[Any], model: nn.Module, **options: Any
 ) -> Any:
-    """Runs both ways; compares results, and the gradients that ``function`` accumulated."""
+    """Runs a loop and a map. Compares results, and the gradients that ``function`` accumulated."""
     seen = []
     for enabled in (False, True):
         model.zero_grad()

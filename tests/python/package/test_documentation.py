@@ -1,4 +1,4 @@
-"""README and docs: every Python block runs, commands and links lead somewhere."""
+"""README and docs: every Python block runs, and all commands and link targets exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GUIDES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "SECURITY.md"]
 @dataclass
 class Block:
     language: str
-    line: int  # of its first line of code, from 1
+    line: int  # number of its first line of code, from 1
     code: str
 
 
@@ -56,11 +56,11 @@ def without_code(page: Path) -> str:
 @pytest.mark.parametrize("page", [p for p in PAGES if python_blocks(p)], ids=name)
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, in one namespace."""
-    monkeypatch.chdir(tmp_path)  # some save files
+    monkeypatch.chdir(tmp_path)  # some blocks save files
     torch.manual_seed(0)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in python_blocks(page):
-        padded = "\n" * (block.line - 1) + block.code  # so that a traceback shows the page's line
+        padded = "\n" * (block.line - 1) + block.code  # a traceback then shows the page's line
         exec(compile(padded, str(page), "exec"), namespace)
     assert namespace["ab"] is torch_autobatch
 
@@ -90,11 +90,11 @@ def test_readme_is_short() -> None:
 
 
 def heading_anchors(page: Path) -> set[str]:
-    """Returns anchors like GitHub's and the site's: lower case, no punctuation, hyphens."""
+    """Returns anchors in the form of GitHub and the site: lower case, no punctuation, hyphens."""
     anchors: set[str] = set()
     for heading in re.findall(r"^#+ +(.*)$", page.read_text(encoding="utf-8"), flags=re.M):
         anchor = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-        again = (f"{anchor}-{n}" for n in itertools.count(1))  # a heading that comes again
+        again = (f"{anchor}-{n}" for n in itertools.count(1))  # for repeated headings
         anchors.add(anchor if anchor not in anchors else next(a for a in again if a not in anchors))
     return anchors
 
@@ -102,7 +102,7 @@ def heading_anchors(page: Path) -> set[str]:
 @pytest.mark.parametrize("page", [*PAGES, *GUIDES], ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
-        if re.match(r"\w+:", target):  # the web
+        if re.match(r"\w+:", target):  # a web address
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
@@ -115,6 +115,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_make_targets_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
-    # `make x` in the text, or a line of a block.
+    # Finds `make x` in the text, and lines of code blocks.
     found = re.findall(r"(?:`|^)make ([a-z][a-z-]*)", page.read_text(encoding="utf-8"), flags=re.M)
     assert set(found) <= targets

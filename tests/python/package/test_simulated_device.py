@@ -1,4 +1,4 @@
-"""Runs the tests of the simulated device in another process, since PyTorch can't remove a
+"""Runs the tests of the simulated device in another process, because PyTorch can't remove a
 device."""
 
 from __future__ import annotations

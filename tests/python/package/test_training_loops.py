@@ -1,5 +1,5 @@
-"""Blocks in training loops of other packages: weights equal eager's, and loggers and debuggers read
-correct values.
+"""Blocks in training loops of other packages: weights match eager mode, and loggers and debuggers
+read correct values.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.needs("common_subexpressions")
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
-# From a parameter [4, 4] and an instance [n, 4]; and the number of nodes for the parameter alone.
+# Functions of a parameter [4, 4] and an instance [n, 4], and the number of nodes that depend only
+# on the parameter.
 FUNCTIONS: dict[str, tuple[Function, int]] = {
     "linear": (lambda w, x: F.linear(x, w / w.norm(dim=1, keepdim=True)), 2),
     "matmul": (lambda w, x: x @ w.softmax(0), 1),
@@ -214,7 +215,7 @@ def test_writes_hooks_and_random_numbers_stay_apart() -> None:
     with ab.batch() as scope:
         drawn = [(F.dropout(w * 1, 0.5) * x[0, 0].float()).detach() for x in instances()]
     assert not torch.equal(drawn[0] != 0, drawn[1] != 0)
-    assert scope.report().passes["common_subexpressions"] == 3  # of w * 1 alone
+    assert scope.report().passes["common_subexpressions"] == 3  # only for w * 1
 
 
 def test_a_read_in_each_instance() -> None:

@@ -1,4 +1,4 @@
-"""Checks of values that are deferred to the flush: which checks are, and that none is lost."""
+"""Checks of values that are deferred to the flush: which checks are deferred, and that all run."""
 
 # ruff: noqa: PT012  (a block that fails is of several statements)
 
@@ -89,8 +89,8 @@ def test_other_distributions(layer: nn.Linear) -> None:
 
 
 def test_covariance_matrices(layer: nn.Linear) -> None:
-    """Whether they are square is computed from constants. If they are not symmetric, a function
-    returns early, and its caller raises the error."""
+    """The check for square matrices is computed from constants. If a matrix is not symmetric, a
+    function returns early, and its caller raises the error."""
 
     def function(x: Tensor) -> Tensor:
         h = layer(x[0])
@@ -305,7 +305,7 @@ def test_the_value_at_the_check_counts(layer: nn.Linear) -> None:
 
 
 def test_what_a_check_keeps_is_not_made_real(layer: nn.Linear) -> None:
-    """Only the branch that raises still holds `x` at the end."""
+    """At the end, only the branch that raises refers to `x`."""
     results = []
     with ab.batch(defer_checks=True) as scope:
         for x in inputs():

@@ -1,4 +1,4 @@
-"""W @ cat([A, B]) without the cat: eager's values, gradients and errors, and cases with the cat."""
+"""W @ cat([A, B]) runs without the cat, with eager's values, gradients and errors."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_pieces_that_are_read_again() -> None:
 
 @pytest.mark.parametrize("read", [(0,), (1,), (0, 1), (0, 1, 2)], ids=str)
 def test_pieces_that_were_computed_before(read: tuple[int, ...]) -> None:
-    """An earlier flush computed the first piece, the second or all, for some instances."""
+    """For some instances, an earlier flush has computed the first piece, the second, or all."""
     w = weight(columns=48).requires_grad_()
     xs = [rand(16, N, dtype=FLOAT).requires_grad_() for _ in range(6)]
 

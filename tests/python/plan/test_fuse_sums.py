@@ -195,7 +195,7 @@ def test_create_graph_and_a_second_backward() -> None:
         leaves = [rand().requires_grad_() for _ in range(6)]
         total = functools.reduce(operator.add, leaves)
     torch.autograd.backward(total)
-    torch.autograd.backward(total)  # no error in eager either, since no tensor is saved
+    torch.autograd.backward(total)  # as in eager, there is no error, because no tensor is saved
     assert all(leaf.grad == 2 for leaf in leaves)
 
 

@@ -70,7 +70,7 @@ def test_the_profiler_knows_all_that_it_is_told_of(capfd: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("of", ["lookups", "products"])
 def test_gradients_of_weights_come_back_to_the_kept_memory(of: str) -> None:
-    """If it went back to the system, the next step would have a page fault for each page."""
+    """If the memory returned to the system, the next step would have a page fault for each page."""
     weight = torch.nn.Parameter(torch.randn(1000, 1000))
     indices, rows = torch.tensor([1, 5]), torch.randn(2, 1000)
     with ab.batch():
@@ -158,7 +158,7 @@ def test_a_recurrence_takes_no_more_memory_than_eager() -> None:
     figures = []
     for step in (eager, ours):
         weights.zero_grad()
-        step()  # allocates the gradients
+        step()  # the first step allocates the gradients
         figures.append(peak(step))
     assert figures[1] <= 1.05 * figures[0]
 

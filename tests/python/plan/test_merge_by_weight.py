@@ -17,7 +17,7 @@ WIDTH = 4
 
 
 class Experts(nn.Module):
-    """A row passes through one expert with two layers, and around it."""
+    """A row passes through an expert with two layers. A residual connection adds the row itself."""
 
     def __init__(self, experts: int = 3, bias: bool = True) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ def dropped(width: int) -> Callable[[], list[Tensor]]:
 
 def instances(width: int) -> Callable[[], list[Tensor]]:
     layer, xs = linear(width), [rand(width) for _ in range(4)]
-    return lambda: ab.map(lambda x: layer(x), xs)  # a Python function has a frame
+    return lambda: ab.map(lambda x: layer(x), xs)  # needs a Python function, because it has a frame
 
 
 def conversions(width: int) -> Callable[[], list[Tensor]]:
@@ -177,11 +177,11 @@ def run(program: Program, width: int, *, enabled: bool) -> list[Tensor]:
     return [*(result.detach() for result in results), *(p.grad for p in parameters)]
 
 
-widths = itertools.count(8)  # a new width each time: the graph of a cell is made once for all alike
+widths = itertools.count(8)  # a new width each time, because equal calls of cells share a graph
 
 
 def compare(program: Program) -> None:
-    """Results and gradients are eager's."""
+    """Checks that results and gradients match eager mode."""
     width = next(widths)
     expected = run(program, width, enabled=False)
     torch.testing.assert_close(run(program, width, enabled=True), expected)

@@ -321,7 +321,7 @@ def test_ctc_loss_of_too_long_input_is_eagers_error() -> None:
         F.ctc_loss((x * 2).log_softmax(-1), torch.tensor([[1]]), (5,), (1,))
 
 
-# --- results that are no views --------------------------------------------------------------------
+# --- results that are not views -------------------------------------------------------------------
 
 NO_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "matmul_of_vector": lambda x: torch.matmul(x, torch.ones(8, dtype=x.dtype)),

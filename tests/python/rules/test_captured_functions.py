@@ -44,7 +44,7 @@ class Sine(Function):
 
 
 class Between(Function):
-    """Saves what is neither an argument nor a result, and keeps a tensor as an attribute."""
+    """Saves a tensor that is not an argument or a result, and keeps a tensor as an attribute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class Between(Function):
 
 
 class Product(Function):
-    """Two results with a gradient, one without, and a number."""
+    """Returns two results with a gradient, one without, and a number."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor) -> Any:
@@ -93,7 +93,7 @@ class Unmaterialized(Product):
 
 
 class Transposed(Function):
-    """A new result that is not contiguous."""
+    """Returns a new result that is not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ class Transposed(Function):
 
 
 class Turned(Function):
-    """A view of the argument that is not contiguous."""
+    """Returns a view of the argument that is not contiguous."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class Reads(Function):
 
 
 class Root(Function):
-    """Implicit differentiation: a graph within forward and backward."""
+    """Implicit differentiation: forward and backward create autograd graphs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

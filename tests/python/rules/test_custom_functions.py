@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 class OwnRule(torch.autograd.Function):
-    """With a vmap staticmethod."""
+    """Has a vmap staticmethod."""
 
     @staticmethod
     def forward(x: Tensor, w: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class OwnRule(torch.autograd.Function):
 
 
 class Two(Function):
-    """Two results, of which backward may get one gradient only."""
+    """Returns two results. Backward may get the gradient of only one of them."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Any:
@@ -57,7 +57,7 @@ class Two(Function):
 
 
 class Marks(Function):
-    """A result that is not differentiable, and no gradient for the second argument."""
+    """Returns a result that is not differentiable. The second argument has no gradient."""
 
     @staticmethod
     def forward(x: Tensor, y: Tensor) -> Any:
@@ -74,7 +74,7 @@ class Marks(Function):
 
 
 class Once(Scaled):
-    """A subclass; its backward can't be differentiated."""
+    """A subclass whose backward can't be differentiated."""
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -83,7 +83,7 @@ class Once(Scaled):
 
 
 class BackwardReads(Scaled):
-    """Its backward looks at values, which vmap can't."""
+    """Its backward reads values, which is not possible in vmap."""
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -114,7 +114,7 @@ TWICE = ["subclass", "generated", "own_rule", "both_of_two", "marks", "chained"]
 def run(
     case: Callable[[Tensor, Tensor], Any], enabled: bool, twice: bool = False, some: bool = False
 ) -> tuple[list[Tensor | None], ab.Report]:
-    """Results and gradients of 8 instances; `some`: of losses of half of them."""
+    """Returns results and gradients of 8 instances. With `some`, half of the losses are used."""
     torch.manual_seed(0)
     w, layer = rand(4, 4).requires_grad_(), nn.Linear(4, 4, dtype=DOUBLE)
     xs = [rand(3, 4).requires_grad_() for _ in range(8)]
@@ -167,7 +167,7 @@ def test_once_differentiable_stays_so() -> None:
 
 
 def test_what_differs_is_batched_apart() -> None:
-    """Classes, arguments that are no tensors, and which tensors require grad."""
+    """Tests different classes, non-tensor arguments, and tensors that require grad."""
     x = [rand(3).requires_grad_() for _ in range(6)]
 
     def program(enabled: bool) -> tuple[list[Tensor], ab.Report]:
@@ -203,7 +203,7 @@ def test_tensors_that_are_there_are_batched_too() -> None:
     x = [rand(3).requires_grad_() for _ in range(4)]
     with ab.batch() as scope:
         y = [Scaled.apply(t, 2.0) for t in x]
-        with torch.no_grad():  # no call, but the ops of its forward
+        with torch.no_grad():  # the ops of forward are captured, and not the call
             plain = Scaled.apply(x[0], 2.0)
     assert not plain.requires_grad
     assert_same("plain", plain, x[0].detach().sin() * 2)
@@ -213,7 +213,7 @@ def test_tensors_that_are_there_are_batched_too() -> None:
 
 
 def test_a_class_of_a_function_that_is_gone() -> None:
-    """It lives as long as what may call it, and no longer."""
+    """The class is freed when no graph can call it."""
 
     def double(x: Tensor) -> tuple[Tensor, Any]:
         class Doubled(Function):
@@ -291,7 +291,7 @@ def test_a_cell_and_a_map() -> None:
 
 
 def test_a_function_captured_before_the_block() -> None:
-    """`apply` is often given a name when a module is imported."""
+    """Modules often assign `apply` to a name at import."""
     scaled = Scaled.apply
     with ab.batch() as scope:
         results = [scaled(rand(3).requires_grad_() * 1, 1.0) for _ in range(4)]

@@ -110,7 +110,7 @@ def test_type_promotion(
     pairs = [(rand(*shapes[0]).to(left), (rand(*shapes[1]) * 3).to(right)) for _ in range(3)]
     try:
         pairs[0][0] + pairs[0][1]
-    except NotImplementedError:  # PyTorch 2.15 promotes some pairs to complex of bfloat16
+    except NotImplementedError:  # PyTorch 2.15 promotes some pairs to a complex dtype of bfloat16
         raises_as_eager(lambda: [x.clone().requires_grad_().tanh() + y for x, y in pairs])
         return
     check(lambda x, y: x.tanh() + y, *pairs)

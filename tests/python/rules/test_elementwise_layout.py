@@ -123,7 +123,7 @@ def test_lengths_add_no_batches(layout: Layout) -> None:
 
 
 def test_root_mean_square_norm() -> None:
-    """Like the code of Hugging Face's models, on [1, length, width]."""
+    """The code is similar to Hugging Face's models. Tensors have the shape [1, length, width]."""
 
     def function(weight: Tensor, x: Tensor) -> Tensor:
         variance = x.pow(2).mean(-1, keepdim=True)
@@ -135,7 +135,7 @@ def test_root_mean_square_norm() -> None:
 
 
 def test_rotary_embedding() -> None:
-    """Like the code of Hugging Face's models, on queries whose memory is ordered by length."""
+    """The code is similar to Hugging Face's models. The memory of queries is ordered by length."""
 
     def rotate(x: Tensor) -> Tensor:
         half = x.size(-1) // 2

@@ -45,7 +45,7 @@ class Dirty(Function):
 
 
 class Numbers(Scaled):
-    """Returns a number, too."""
+    """Also returns a number."""
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Any:  # type: ignore[override]
@@ -61,7 +61,7 @@ class Numbers(Scaled):
 
 
 class Attribute(Scaled):
-    """Keeps a tensor in ctx, which vmap does not see."""
+    """Keeps a tensor in ctx, where vmap does not find it."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -73,7 +73,7 @@ class Attribute(Scaled):
 
 
 class OfValues(Scaled):
-    """Keeps in ctx what follows from values."""
+    """Keeps a number in ctx that depends on values."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -85,7 +85,7 @@ class OfValues(Scaled):
 
 
 class Picky(Scaled):
-    """Raises an error of the values that shapes are tried on."""
+    """Raises an error for the values on which a trial determines shapes."""
 
     @staticmethod
     def forward(x: Tensor, factor: float) -> Tensor:
@@ -109,7 +109,7 @@ class Listed(Scaled):
 
 
 class Reversed(Function):
-    """Returns a view, which a later op would not write through."""
+    """Returns a view. In a batch, a later write to it would not reach the argument."""
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def run(case: Callable[[Tensor], Any], enabled: bool) -> tuple[list[Tensor | Non
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_others_are_captured(name: str) -> None:
-    run(CAPTURED[name], True)  # some are found by the calls of a first block
+    run(CAPTURED[name], True)  # for some, only the calls of a first block show this
     values, report = run(CAPTURED[name], True)
     for value, expected in zip(values, run(CAPTURED[name], False)[0], strict=True):
         assert_same(name, value, expected)
@@ -198,7 +198,7 @@ def test_a_function_that_closes_over_what_can_change() -> None:
 
 @pytest.mark.parametrize("return_exceptions", [False, True])
 def test_in_a_map_each_instance_gets_its_own_result(return_exceptions: bool) -> None:
-    """Each waits for its argument before the call is run, and they go on in another order."""
+    """Instances wait for their arguments before the call, and resume in another order."""
     layer = nn.Linear(4, 4, dtype=DOUBLE)
 
     def program(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def without_bias(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 def own_matrix(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-    """The bias is passed unchanged."""
+    """Calls `linear` with a matrix per instance. The bias is shared."""
     return F.linear(x, w.sin(), b)
 
 

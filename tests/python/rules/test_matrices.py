@@ -44,7 +44,7 @@ def case(
 ) -> Case:
     return Case(
         function, make, parameters, empty=False
-    )  # the product of no matrices has a batch of its own
+    )  # the product of zero matrices has a separate batch
 
 
 CASES: dict[str, Case] = {

@@ -1,4 +1,4 @@
-"""Products of own matrices of any size, softmax over a last dimension, and pairs of rows.
+"""Products of an instance's matrices, softmax over a last dimension, and pairs of rows.
 
 The number of batches does not depend on the sizes.
 """

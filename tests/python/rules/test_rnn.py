@@ -324,7 +324,7 @@ def test_dropout_between_layers() -> None:
     kept = scale > 0
     assert_same("scale", scale[kept], torch.full_like(scale[kept], 1 / 0.75))
     assert abs(kept.double().mean().item() - 0.75) < 0.03
-    # Independent draws: by row, and by column.
+    # Draws are independent, for rows and for columns.
     assert kept.double().mean(0).std() < 0.1
     assert kept.double().mean(1).std() > 0.1
 
@@ -416,7 +416,7 @@ def test_weights_computed_in_the_block() -> None:
 
 
 def test_layers_apart() -> None:
-    """Two layers of the same sizes share no batch, nor do two configurations of one layer."""
+    """Two layers of the same sizes share no batch. Neither do two configurations of one layer."""
     layers = [nn.LSTM(IN, HIDDEN, dtype=DOUBLE) for _ in range(2)]
     flags = [(1, 0.0, True, False, first) for first in (False, True)]
     xs = [rand(2, 2, IN) for _ in range(4)]

@@ -43,7 +43,7 @@ def test_cell(cell: Any, bias: bool, given: bool, rows: Sizes, dtype: torch.dtyp
         weights = dict(zip(names, parameters, strict=True))
         for x in xs.unbind():
             state = torch.func.functional_call(model, weights, (x, state))
-        return state[:1] if cell is nn.LSTMCell and len(xs) == 2 else state  # without c in some
+        return state[:1] if cell is nn.LSTMCell and len(xs) == 2 else state  # some cases drop c
 
     instances = [
         (rand(n, *rows, 3, dtype=dtype), rand(*rows, 4, dtype=dtype), rand(*rows, 4, dtype=dtype))
@@ -203,7 +203,7 @@ def test_losses_of_class_indices(reduction: str, ignore: int, weighted: bool) ->
     options: dict[str, Any] = {"reduction": reduction, "ignore_index": ignore, "weight": weight}
     labels = [torch.tensor(t) for t in LABELS]
     if ignore == 255:
-        labels = [torch.where(t == 2, 255, t) for t in labels]  # all ignored in two: nan
+        labels = [torch.where(t == 2, 255, t) for t in labels]  # nan if all labels are ignored
     pairs = [(rand(len(t), 5), t) for t in labels]
 
     def loss(function: Any, **more: Any) -> Callable[..., Tensor]:

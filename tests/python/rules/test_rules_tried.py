@@ -285,7 +285,7 @@ def test_a_second_backward_where_eager_keeps_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["logcumsumexp", "atan"])
 def test_a_second_backward_where_eager_keeps_values(name: str) -> None:
-    """Eager's error."""
+    """The block raises eager's error."""
     w = leaf(3)
     with ab.batch():
         ops: dict[str, Callable[[Tensor], Tensor]] = {

@@ -66,7 +66,7 @@ def written(x: Tensor, key: Any, values: Any) -> Tensor:
     return y
 
 
-# The op that `x[i] = number` calls. PyTorch 2.15 has a faster one.
+# The op that `x[i] = number` calls. PyTorch 2.15 calls a faster op.
 SET_NUMBER = "index_fill" if torch.__version__ >= (2, 15) else "index_put"
 
 REDUCES = ["sum", "prod", "mean", "amax", "amin"]
@@ -301,7 +301,7 @@ def test_an_index_out_of_range_is_eagers_error(name: str) -> None:
 
 
 def test_left_out_instances_contribute_nothing() -> None:
-    """Their values are NaN, so multiplying them by zero would be wrong."""
+    """The values of these instances are NaN, so multiplying by zero would give NaN."""
     x, i, m = nodes_and_edges(4)
     weight = torch.ones((), dtype=DOUBLE, requires_grad=True)
     with ab.batch() as scope:

@@ -41,7 +41,8 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.layer(x)).tanh()
-        # Not shorter, since other processes can delay a block by some milliseconds.
+        # The sleep must be this long, because other processes can delay a block by some
+        # milliseconds.
         time.sleep(0.005 if ab.is_pending(h) else 0.001)
         return h.square().mean()
 
@@ -69,7 +70,7 @@ def ran_eagerly() -> bool:
 
 
 def settle(run: Callable[[], object]) -> None:
-    """Runs until blocks run eagerly (while both ways are compared, they take turns)."""
+    """Runs until blocks run eagerly. (During the trials, eager and deferred blocks alternate.)"""
     in_a_row = 0
     for _ in range(MOST_BLOCKS):
         run()
@@ -178,7 +179,7 @@ def test_models_at_one_line_are_told_apart() -> None:
 
 
 def test_an_object_that_cannot_be_looked_at_is_no_error() -> None:
-    proxy = weakref.proxy(Model())  # of an object that is gone
+    proxy = weakref.proxy(Model())  # a proxy of an object that no longer exists
     assert _identity.of_frame(sys._getframe()) == 0
     del proxy
 

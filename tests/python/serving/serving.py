@@ -13,7 +13,7 @@ Tree = Any  # an int, or a tuple of two trees
 
 
 class TreeNet(nn.Module):
-    """No value is read, so the whole tree is captured without a wait."""
+    """A tree model that reads no value, so the whole tree is captured without a wait."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

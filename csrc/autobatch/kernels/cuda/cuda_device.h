@@ -1,4 +1,4 @@
-// A check of the current device, for all callers of the CUDA kernels.
+// Checks whether the current device can run the CUDA kernels.
 #pragma once
 
 namespace autobatch::cuda {

@@ -14,7 +14,7 @@ namespace {
 constexpr int kThreads = 256;
 
 // The parameter of the kernel: a program with at most kSteps steps. Most programs have at most 38
-// steps. A launch copies the whole parameter, used or unused.
+// steps. A launch copies the whole parameter, including unused steps.
 template <int kSteps>
 struct KernelParameter {
   KernelTask task;
@@ -26,7 +26,7 @@ using LargeProgram = KernelParameter<kMostKernelSteps>;
 static_assert(sizeof(SmallProgram) <= 4096 && sizeof(LargeProgram) <= 32'764,
               "parameters of a launch");
 
-// The type that eager computes in: float for half types.
+// The type in which eager mode computes: float for half types.
 template <class T>
 struct Computed {
   using Type = T;
@@ -47,7 +47,7 @@ __device__ typename Computed<T>::Type load(const T* from) {
 __device__ float load(const __half* from) { return __half2float(*from); }
 __device__ float load(const __nv_bfloat16* from) { return __bfloat162float(*from); }
 
-#if defined(AUTOBATCH_CUDA_ON_CPU)  // other threads read it after the next __syncthreads
+#if defined(AUTOBATCH_CUDA_ON_CPU)  // other threads see the value after the next __syncthreads
 template <class T>
 void put(T* to, T value) {
   cuda_on_cpu::store_later(to, value);
@@ -63,8 +63,8 @@ __device__ void store(double* to, double value) { put(to, value); }
 __device__ void store(__half* to, float value) { put(to, __float2half(value)); }
 __device__ void store(__nv_bfloat16* to, float value) { put(to, __float2bfloat16(value)); }
 
-// Functions for one number that elementwise_ops.inc uses and std does not have. Their formulas are
-// ATen's (aten/src/ATen/native/cuda).
+// Scalar functions that elementwise_ops.inc uses and that std does not have. The formulas are from
+// ATen (aten/src/ATen/native/cuda).
 template <class C>
 __device__ C relu(C a) {
   return a != a ? a : ::max(a, C(0));
@@ -78,7 +78,7 @@ __device__ C select(bool mask, C a, C b) {
   return mask ? a : b;
 }
 
-// `V`: the type that the op computes in.
+// `V`: the type in which the op computes.
 template <class V>
 __device__ V apply(ElementwiseCode code, V number, V scale, V a, V b) {
   using std::abs, std::cos, std::erf, std::exp, std::expm1, std::log, std::log1p, std::sin,
@@ -127,8 +127,8 @@ __device__ bool is_same(const KernelPlace& x, const KernelPlace& y) {
 }
 
 // Runs one step. A thread computes one element of one run at a time. In the gradient of a broadcast
-// operand, all runs of a row are added to one place. A thread then handles the same element in all
-// runs.
+// operand, all runs of a row are added to one run. In this case a thread adds the same element of
+// all runs.
 template <class T>
 __device__ void run_step(const KernelStep& step, char* scratch, int64_t first, int rows) {
   using C = typename Computed<T>::Type;
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
   if (task.scratch != nullptr) scratch = task.scratch + int64_t{blockIdx.x} * task.scratch_bytes;
   for (int s = 0; s < program.num_steps; ++s) {
     run_step<T>(program.steps[s], scratch, first, rows);
-    __syncthreads();  // the next step reads what other threads have written
+    __syncthreads();  // the next step reads values that other threads have written
   }
 }
 

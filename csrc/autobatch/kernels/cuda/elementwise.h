@@ -15,12 +15,12 @@ namespace autobatch::cuda {
 // The place of an operand or a result. `row`: elements from one row to the next. `mid`: elements
 // from one run of a row to the next.
 struct KernelPlace {
-  uint64_t address;  // of the first row; of a temporary: byte offset in a block's scratch memory
+  uint64_t address;  // of the first row; for a temporary: byte offset in a block's scratch memory
   int32_t row, mid;
   bool temporary;
 };
 
-// One op, for `mid` runs of `inner` elements of each row.
+// One op. In each row, it handles `mid` runs of `inner` elements.
 struct KernelStep {
   double number, scale;
   KernelPlace out, a, b;
@@ -34,7 +34,7 @@ struct KernelTask {
   int64_t rows;
   int32_t rows_per_block;
   int32_t scratch_bytes;  // for the temporaries of one block
-  char* scratch;          // for the temporaries of all blocks; null: they are in shared memory
+  char* scratch;          // for the temporaries of all blocks; null if they are in shared memory
   Element element;
 };
 

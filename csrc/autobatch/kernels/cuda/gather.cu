@@ -23,7 +23,7 @@ int blocks_for(int64_t units) {
   return static_cast<int>(std::min((units + kThreads - 1) / kThreads, kMostBlocks));
 }
 
-// The table as a parameter of a kernel: a pointer to it, or the table itself.
+// The table as a parameter of a kernel: either a pointer to the table, or the table itself.
 struct Pointer {
   Table value;
   __device__ Table table() const { return value; }
@@ -35,7 +35,7 @@ struct Whole {
   __device__ Table table() const { return layout.at(bytes); }
 };
 // All devices accept 4 KB of parameters. From CUDA 12.1 on, the devices that these kernels support
-// accept 32,764 bytes. A launch copies the whole parameter, used or unused.
+// accept 32,764 bytes. A launch copies the whole parameter, including unused bytes.
 using SmallTable = Whole<4000 - sizeof(Layout)>;
 using LargeTable = Whole<kMostParameterBytes>;
 
@@ -79,7 +79,7 @@ __device__ T plus(T a, T b) {
   return a + b;
 }
 __device__ __half plus(__half a, __half b) { return __hadd(a, b); }
-// Adds in float, like PyTorch: devices before compute capability 8.0 can't add this type.
+// Adds in float, like PyTorch, because devices before compute capability 8.0 can't add this type.
 __device__ __nv_bfloat16 plus(__nv_bfloat16 a, __nv_bfloat16 b) {
   return __float2bfloat16(__bfloat162float(a) + __bfloat162float(b));
 }
@@ -283,7 +283,8 @@ int launch_rows(const SentRows& rows, int64_t* out, cudaStream_t stream) {
   return launch(find_rows_kernel<Source>, rows.layout.total, stream, source, rows.layout, out);
 }
 
-// Calls `launch` with a value of the type that has `unit` bytes. Returns its error code.
+// Calls `launch` with a value of the type that has `unit` bytes. Returns the error code of
+// `launch`.
 template <class Launch>
 int with_unit(int unit, const Launch& launch) {
   switch (unit) {

@@ -1,6 +1,6 @@
 // The CUDA kernels for regions and rows. Each call is one launch, for any number of regions and
-// buffers. This file and gather.cu include no torch header, so that any nvcc compiles them (`make
-// cuda-check`).
+// buffers. This file and gather.cu include no torch header, so any version of nvcc can compile them
+// (`make cuda-check`).
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
@@ -10,8 +10,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace autobatch::cuda {
 
-// Whether this library has the kernels for the current device. They are compiled for a list of
-// architectures, from compute capability 7.0 on.
+// Whether this library has the kernels for the current device. The kernels are compiled for a list
+// of architectures, from compute capability 7.0 on.
 bool has_kernels();
 
 // A table of at most this many bytes is passed as a parameter of the kernel. On an H100, a
@@ -36,7 +36,8 @@ struct SentRows {
 // All functions return CUDA's error code, which is 0 if the launch succeeded. No function waits for
 // the device.
 
-// Copies the regions into `packed`, or back. `unit`: bytes of one unit, a power of two up to 16.
+// `gather` copies the regions into `packed`, and `unpack` copies `packed` into the regions. `unit`:
+// bytes of one unit, a power of two up to 16.
 int gather(const SentTable& table, int unit, void* packed, CUstream_st* stream);
 int unpack(const SentTable& table, int unit, const void* packed, CUstream_st* stream);
 
@@ -45,8 +46,8 @@ int unpack(const SentTable& table, int unit, const void* packed, CUstream_st* st
 int scatter_add(const SentTable& table, Element element, int width, const void* values,
                 CUstream_st* stream);
 
-// Like scatter_add, but for regions that do not overlap. The contributions of a region are added in
-// their order.
+// Like scatter_add, but for regions that do not overlap. The contributions to a region are added in
+// the order of `values`.
 int scatter_add_in_order(const SentTable& table, Element element, int width, const void* values,
                          CUstream_st* stream);
 

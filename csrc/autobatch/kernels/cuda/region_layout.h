@@ -1,7 +1,7 @@
 // A table of regions, in the form that the CUDA kernels read. The regions are copied to or from the
 // packed side, which is one contiguous tensor. A small table is a parameter of the kernel. A larger
 // table is sent to the device in one copy. This file includes no header of torch or CUDA, so that
-// the index computations of the kernels are tested on any machine.
+// the index computations of the kernels can be tested on any machine.
 #pragma once
 
 #include "autobatch/kernels/cuda/device_code.h"
@@ -15,7 +15,8 @@ enum class Element : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
 inline constexpr int kMostDims = 6;
 
 // The shape of a region: an outer loop over contiguous runs. All lengths in this file count units.
-// A unit has 16 bytes if all regions of the table are aligned to 16 bytes, else fewer bytes.
+// A unit has 16 bytes if all regions of the table are aligned to 16 bytes, and fewer bytes
+// otherwise.
 struct Shape {
   int64_t run;  // units in one run
   int32_t dims;
@@ -27,7 +28,7 @@ struct Entry {
   uint64_t address;
   int64_t start;  // units from the start of the packed side
   int32_t shape;
-  int32_t count;  // number of contributions that are added to it, from `first` on
+  int32_t count;  // number of contributions to the region; `first`: the first of them
   int64_t first;
 };
 
@@ -38,7 +39,7 @@ struct Table {
   const Shape* shapes;
   const int64_t* contributions;  // where each contribution starts in the values
   int64_t num_entries;
-  int64_t uniform;  // units of each region if all have the same length, else 0
+  int64_t uniform;  // units of each region if all have the same length, otherwise 0
   int64_t total;    // units of all regions
 };
 
@@ -46,7 +47,7 @@ struct Table {
 // contributions.
 struct Layout {
   int64_t num_entries, num_shapes, num_contributions;
-  int64_t uniform, total;  // as in a Table
+  int64_t uniform, total;  // see Table
 
   AUTOBATCH_DEVICE int64_t num_bytes() const {
     return static_cast<int64_t>(num_entries * sizeof(Entry) + num_shapes * sizeof(Shape) +

@@ -51,7 +51,7 @@ class Planner {
   std::vector<int64_t>& contributions() { return plan_.contributions; }
 
   // Converts all lengths to units. A unit has 16 bytes or `smallest` bytes (a power of two). If
-  // `any` is true, a unit may also have a power of two in between.
+  // `any` is true, the size may also be a power of two between these sizes.
   Plan finish(int64_t smallest, bool any) {
     int64_t unit = 16;
     while (unit > smallest && (bits_ & static_cast<uint64_t>(unit - 1)) != 0) unit /= 2;
@@ -86,7 +86,7 @@ const char* address_of(const Region& region, bool writes) {
 struct Contribution {
   const char* address;
   const Geometry* geometry;
-  int64_t start;  // bytes, in the values
+  int64_t start;  // in bytes, from the start of the values
 };
 
 bool is_same_place(const Contribution& a, const Contribution& b) {
@@ -146,7 +146,7 @@ std::optional<Plan> plan_sums(const Regions& regions, size_t item, bool is_compl
     });
   }
   Planner planner(values);
-  const char* end = nullptr;  // of the regions so far
+  const char* end = nullptr;  // end of the regions so far
   for (size_t i = 0; i < all.size(); ++i) {
     const Contribution& c = all[i];
     planner.note_start(c.start);

@@ -25,8 +25,8 @@ struct Plan {
 
 enum class Access : uint8_t { kRead, kWrite };
 
-// Plans copies from the regions to `packed` (Access::kRead), or back (Access::kWrite). Returns
-// nullopt if a region has too many dimensions.
+// Plans copies from the regions to `packed` (Access::kRead), or from `packed` to the regions
+// (Access::kWrite). Returns nullopt if a region has too many dimensions.
 std::optional<Plan> plan_copy(const Regions& regions, size_t item, const void* packed,
                               Access access);
 

@@ -18,9 +18,10 @@ struct RowEntry {
     int64_t length, step;
     int64_t strides[kMostLookupDims];
   };
-  int64_t start;  // lookups of the members before this one
+  int64_t start;  // number of lookups of the members before this one
   int64_t first;
-  // Sizes and steps of the last dimensions. All dimensions before them have size 1.
+  // Sizes and steps of the member's dimensions. If the member has fewer than kMostLookupDims
+  // dimensions, the first sizes are 1.
   int64_t sizes[kMostLookupDims], steps[kMostLookupDims];
   List lists[kMostLists];
 };
@@ -30,7 +31,7 @@ struct RowLayout {
   int64_t num_entries;
   int64_t total;  // lookups of all entries
   int32_t lists;
-  bool is_int[kMostLists];  // by list: whether its values are int32 rather than int64
+  bool is_int[kMostLists];  // for each list: whether its values are int32 (otherwise int64)
   bool from_end;
 };
 
