@@ -122,15 +122,12 @@ class Derivation {
       if (leads_.count(*node) != 0 && !differentiate(*node)) return false;
     }
     for (const at::Tensor& gradient : found_) {
+      if (!gradient.defined() && !options_.allow_unused) return false;
       // A pending tensor for a whole graph input is valid only while formulas are applied.
       const PendingTensor* pending = as_pending(gradient);
       if (pending != nullptr && value(pending->value()).is_graph_input() &&
           value(pending->value()).base == pending->value())
         return false;
-    }
-    const auto is_missing = [](const at::Tensor& t) { return !t.defined(); };
-    if (!options_.allow_unused && std::any_of(found_.begin(), found_.end(), is_missing)) {
-      return false;
     }
     if (options_.retain_graph) return true;
     note_captured_gradient(graph_, {leads_.begin(), leads_.end()});
@@ -200,10 +197,7 @@ class Derivation {
     for (const NodeId id : nodes_) {
       const Node& node = tape().nodes[id];
       if (!is_understood(node)) return false;
-      // In eager, the gradient of one result passes through another result
-      // (Rule::ResultDependency).
-      const uint32_t from = node.signature->rule->result_dependency().from;
-      if (from != kNone && is_input(node.first_value + from)) return false;
+      if (depends_on_input_beside(node)) return false;
       const auto operands = tape().operands_of(node);
       const bool leads = std::any_of(operands.begin(), operands.end(), [&](ValueId operand) {
         return operand != kNone && leads_to_input(operand);
@@ -213,6 +207,17 @@ class Derivation {
       leads_.insert(id);
     }
     return true;
+  }
+
+  // Whether an input of the call is a result of the node from which eager may compute another
+  // result of the node. In eager, the gradient of the other result passes through the input.
+  bool depends_on_input_beside(const Node& node) const {
+    const Rule& rule = *node.signature->rule;
+    const bool is_cell = rule.subgraph() != nullptr && node.num_values > 1;
+    return std::any_of(by_value_.begin(), by_value_.end(), [&](const auto& input) {
+      const uint32_t k = input.first - node.first_value;
+      return k < node.num_values && (is_cell || k == rule.result_dependency().from);
+    });
   }
 
   // Returns the first result of the node that computes the value. Returns a view unchanged.

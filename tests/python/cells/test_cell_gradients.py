@@ -240,6 +240,37 @@ def test_gradient_of_a_held_state_of_an_lstm_cell(kind: str, of_both: bool) -> N
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kind", ["computed from the other", "lstm", "independent"])
+def test_gradient_with_respect_to_another_result_of_the_cell_in_the_block(kind: str) -> None:
+    lstm = nn.LSTMCell(4, 4, dtype=torch.double)
+
+    def from_the_other(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.tanh(x)
+        return torch.sin(first * 2), first
+
+    functions = {
+        "computed from the other": from_the_other,
+        "lstm": lambda x: lstm(x),
+        "independent": lambda x: (torch.sin(x), torch.tanh(x)),
+    }
+
+    def gradients(enabled: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        cell = ab.cell(functions[kind])
+        xs = [torch.randn(2, 4, dtype=torch.double, requires_grad=True) for _ in range(3)]
+        with ab.batch(enabled=enabled, adaptive=False):
+            found = []
+            for result, other in map(cell, xs):
+                wanted = [other, (other * 1)]
+                found += torch.autograd.grad(
+                    result.square().sum(), wanted, allow_unused=True, retain_graph=True
+                )
+                found += torch.autograd.grad((result * other).sum(), other, retain_graph=True)
+        return found
+
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
 def test_a_held_result_after_a_read_of_part_of_the_block() -> None:
     """The read needs one result of each first cell. Waiting nodes read the other result."""
 
