@@ -157,8 +157,8 @@ void Graph::release_readers(NodeId id, std::vector<NodeId>& chosen) {
   }
 }
 
-// Handles a node that has become ready. If the node's signature runs in this read, chooses the
-// node. Otherwise adds the node to the ready nodes of the signature.
+// Handles a node that has become ready. If this read already runs nodes of the same signature,
+// chooses the node too. Otherwise adds the node to the ready nodes of the signature.
 void Graph::note_ready(NodeId id, std::vector<NodeId>& chosen) {
   const Node& node = tape_.nodes[id];
   if (node.state != NodeState::kWaiting) return;

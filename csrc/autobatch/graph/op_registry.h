@@ -99,7 +99,7 @@ struct OpInfo {
   bool is_cast = false;           // `to.dtype`, which autocast calls
   int writes_if_argument = -1;    // if >= 0: flag argument that makes the op update its statistics
   bool keeps_statistics = false;  // writes to `running_mean`, which the schema does not declare
-  int index_argument = -1;        // position of `Tensor?[] indices` into argument 0; -1: none
+  int index_argument = -1;        // of the argument `indices` (Tensor?[]); -1: none
   int dropout_argument = -1;  // position of a dropout probability; if it is 0, the op is not random
 };
 

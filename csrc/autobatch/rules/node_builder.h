@@ -37,7 +37,7 @@ class NodeBuilder {
   // Adds argument i, a tensor of this instance, and returns its value. The device becomes part of
   // the key, but shape and dtype do not.
   Value operand(size_t i);
-  // Adds the tensor at index `element` of argument i, a list.
+  // Argument i is a list of tensors. Adds its tensor at index `element`.
   Value operand(size_t i, size_t element);
   // Adds argument i, a tensor that all members of a batch share. The identity of the tensor becomes
   // part of the key.
