@@ -14,10 +14,10 @@
 namespace autobatch {
 
 // Returns the line, such as "model.py:12", of the innermost frame outside torch, Python's standard
-// library and this package. The line is empty if there is no such frame. The position is the
-// position of the running instruction (PEP 657). A position has three fields of 16 bits: the number
-// of additional lines that the instruction spans, its start column and its end column. The position
-// is 0 if it is unknown. Acquires the GIL if the thread does not hold it.
+// library and this package. The line is empty if there is no such frame. The returned position is
+// the position of the running instruction (PEP 657). A position has three fields of 16 bits: the
+// number of additional lines that the instruction spans, its start column and its end column. The
+// position is 0 if it is unknown. Acquires the GIL if the thread does not hold it.
 Place python_place();
 
 // The call stack around the line that python_place() returns. The C++ core stores the call stack as

@@ -46,7 +46,7 @@ py::handle object_of(const FunctionCall& call) {
   return static_cast<const PythonCall&>(call).object();
 }
 
-py::object wrap(const at::Tensor& tensor) {  // None if undefined
+py::object wrap(const at::Tensor& tensor) {  // returns None for an undefined tensor
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
 }
 
@@ -58,7 +58,7 @@ std::vector<at::Tensor> tensors_of(const py::handle& sequence) {
   return tensors;
 }
 
-// Returns the tensors of the members, one member at a time.
+// Iterates over the members of a batch, and returns the tensors of one member at a time.
 class MemberViews {
  public:
   explicit MemberViews(const std::vector<MemberTensors>& columns)
@@ -115,7 +115,7 @@ InputGradient joined(const std::vector<at::Tensor>& by_member, bool add_up) {
   return made;
 }
 
-// A scope for the ops of backward calls.
+// An inner scope that captures the ops of the user's backward functions.
 class BackwardBlock {
  public:
   BackwardBlock() { block_opens(); }
@@ -235,7 +235,8 @@ PyObject* capture_function_in_python(PyObject*, PyObject* args) {
 
 }  // namespace
 
-// The functions are not bound by pybind11, because an instance of a map may be suspended in them.
+// The functions are not bound by pybind11, because an instance of a map may be suspended while one
+// of the functions runs.
 void bind_captured_functions(PyObject* module) {
   static PyMethodDef methods[] = {
       {"share_memory", share_memory_in_python, METH_VARARGS, nullptr},

@@ -11,9 +11,9 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-std::atomic<unsigned long> collecting{0};  // id of the thread that collects; 0: none
+std::atomic<unsigned long> collecting{0};  // id of the thread that runs the collector; 0: no thread
 
-// Python calls this function with (phase, info), because it is in the list gc.callbacks.
+// Python calls this function with (phase, info), because the function is in the list gc.callbacks.
 PyObject* note(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool starts = count > 0 && PyUnicode_CompareWithASCIIString(args[0], "start") == 0;
   collecting = starts ? PyThread_get_thread_ident() : 0;

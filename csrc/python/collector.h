@@ -11,9 +11,9 @@ namespace autobatch {
 // Registers a callback with Python's collector. Call this function once, with the GIL held.
 void watch_collector();
 
-// Waits until no other thread runs the collector. Needs the GIL, but may release it while it waits.
-// The wait is limited to one second, because a collected object may itself wait for the graph (in a
-// `__del__` that reads a value).
+// Waits until no other thread runs the collector. Needs the GIL, but may release the GIL during the
+// wait. The wait is limited to one second, because a collected object may itself wait for the graph
+// (in a `__del__` that reads a value).
 void await_collector();
 
 }  // namespace autobatch

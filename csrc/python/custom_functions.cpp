@@ -50,16 +50,17 @@ class RunResult {
     awaited().push_back({id_, current_fiber(), call, nullptr});
   }
   ~RunResult() {
-    const py::object result = take();  // destroyed last, because this may run Python code
+    const py::object result = take();  // destroyed last, because its destructor may run Python code
     std::erase_if(awaited(), [this](const Awaited& a) { return a.id == id_; });
   }
   RunResult(const RunResult&) = delete;
   RunResult& operator=(const RunResult&) = delete;
 
-  // Stores a result in all active calls of this instance that have this number. If calls with the
-  // same number are nested, the result of the outermost call remains, because this call ends last.
+  // Stores a result in all active calls of the running instance that have the number `call`. If
+  // calls with the same number are nested, the result of the outermost call remains, because the
+  // outermost call ends last.
   static void note(int64_t call, const py::object& result) {
-    std::vector<py::object> before;  // destroyed last, because this may run Python code
+    std::vector<py::object> before;  // destroyed last, because destructors may run Python code
     for (Awaited& a : awaited()) {
       if (a.fiber != current_fiber() || a.call != call) continue;
       before.push_back(
@@ -78,7 +79,7 @@ class RunResult {
     uint64_t id;
     uint64_t fiber;  // Fiber::number(); 0 if no fiber runs
     int64_t call;
-    PyObject* result;  // owned
+    PyObject* result;  // an owned reference, or null
   };
   static std::vector<Awaited>& awaited() {
     thread_local std::vector<Awaited> all;
@@ -92,8 +93,8 @@ class RunResult {
   uint64_t id_;
 };
 
-// The op's kernel. `call` is the number of a Call (_function.py). A Call consists of the class and
-// the arguments that are not tensors.
+// The kernel of the op. `call` is the number of a Call (_function.py). A Call contains the class
+// and the arguments that are not tensors.
 std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
   try {
@@ -163,11 +164,11 @@ PyMethodDef* apply_method() {
 
 PyCFunction original_apply = nullptr;
 
-// A call's class and arguments. PyTorch's `apply` takes no keyword arguments before 2.13.
+// The class and the arguments of a call. PyTorch's `apply` takes no keyword arguments before 2.13.
 struct Applied {
   PyObject* function;
   PyObject* arguments;
-  PyObject* named;  // null: none
+  PyObject* named;  // keyword arguments; may be null
 
   PyObject* originally() const {
     if ((apply_method()->ml_flags & METH_KEYWORDS) == 0) return original_apply(function, arguments);
@@ -270,7 +271,7 @@ PyObject* apply_captured(Scope& scope, const Applied& call, const py::object& kn
   return out.release().ptr();
 }
 
-// Captures forward op by op.
+// Captures the class's forward op by op.
 PyObject* capture_forward(const Applied& call) {
   CellTrace::break_off("a custom autograd.Function is called", info_of(call.function).name);
   static const py::handle capture_in_python =

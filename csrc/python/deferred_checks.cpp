@@ -25,9 +25,9 @@ namespace {
 
 // --- instructions and frames ---
 
-// The key under which an answer about a function's code is cached.
+// The key under which an answer of Python about an instruction is cached.
 struct Place {
-  int offset;  // of the instruction
+  int offset;  // offset of the instruction in the code
   int with;    // the other parameter that the answer depends on
 
   bool operator==(const Place&) const = default;
@@ -38,7 +38,7 @@ struct Place {
   };
 };
 
-// Cached answers of _deferred_checks.py and _catching.py.
+// A cache of answers of _deferred_checks.py and _catching.py.
 template <class Answer>
 using Answers = CodeCache<Place, Answer, Place::Hash>;
 
@@ -51,7 +51,7 @@ py::object ask_python(const char* module, const char* function, const auto&... a
 py::handle handle(PyCodeObject* code) { return reinterpret_cast<PyObject*>(code); }
 py::handle handle(PyFrameObject* frame) { return reinterpret_cast<PyObject*>(frame); }
 
-// Owned references to a frame and its code. Both may be null.
+// Owned references to a frame and its code. Both references may be null.
 class Frame {
  public:
   Frame() = default;
@@ -127,13 +127,13 @@ class PythonCheck final : public Check {
 
  private:
   py::object check_;    // a Check of _deferred_checks.py
-  py::dict variables_;  // local variables for the failing branch
+  py::dict variables_;  // the local variables that the failing branch reads
   py::object module_;   // globals of the function
   Line asked_;          // the line of the user's code that led to the check
   py::object error_;
 };
 
-// Returns a local variable of a running function; null if it has no value.
+// Returns a local variable of a running function, or null if the variable has no value.
 py::object variable(const Frame& frame, py::handle locals, py::handle name) {
 #if PY_VERSION_HEX >= 0x030C0000
   (void)locals;
@@ -163,11 +163,11 @@ py::dict variables_of(const Frame& frame, const py::tuple& names) {
 // The frame that opened the block.
 struct Opener {
   Frame frame;
-  int offset = 0;  // of the instruction that opened the block
+  int offset = 0;  // offset of the instruction that opened the block
 };
 
-// Whether a function catches an error. kAsk: the answer depends on the frame's variables, so it
-// cannot be cached.
+// Whether a function catches an error. kAsk: the answer depends on the frame's variables, so the
+// answer cannot be cached.
 enum class Catches : uint8_t { kNo, kYes, kAsk };
 
 // Whether a function may catch an error that is raised at its current instruction. `entered` is the
@@ -203,15 +203,15 @@ bool reaches_end(const Frame& start, const Opener& opener, Line& asked) {
 }
 
 struct Known {
-  py::object check;  // null: the value must be read immediately
+  py::object check;  // null if the value must be read immediately
   py::tuple names;
   bool expected = false, is_of_torch = false;
-  bool is_passed_on = false;  // the function returns the tested tensor to its caller
+  bool is_passed_on = false;  // whether the function returns the tested tensor to its caller
 };
 
-// How a statement obtains a truth value. kBool and kItem: a method of the tensor returns it.
-// kReturn: a function returns it. kNotAll and kAny: a function has returned the tensor early,
-// because not all(tensor) or any(tensor) was true.
+// How a statement obtains a truth value. kBool and kItem: a method of the tensor returns the value.
+// kReturn: a function returns the value. kNotAll and kAny: a function has returned the tensor
+// early, because `not all(tensor)` (kNotAll) or `any(tensor)` (kAny) was true.
 enum Method : uint8_t { kBool, kItem, kReturn, kNotAll, kAny };
 constexpr std::array<const char*, 3> kMethods = {"__bool__", "item", "return"};
 
@@ -254,7 +254,7 @@ const Returned& known_return(const Frame& frame, Method method) {
 
 // An `if` or `assert` statement whose condition depends on a tensor's truth value.
 struct Statement {
-  Frame frame;  // of the function that contains it
+  Frame frame;  // frame of the function that contains the statement
   const Known* known = nullptr;
   bool expected = false;  // the tensor's truth value for which the statement does not fail
   bool is_of_torch = false;
@@ -262,7 +262,7 @@ struct Statement {
 
 // A test of a tensor, after which a function returns this tensor early.
 struct EarlyReturn {
-  Method test = kBool;  // kBool: there is none
+  Method test = kBool;  // kBool: there is no such test
   bool is_of_torch = false;
 };
 

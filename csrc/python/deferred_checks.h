@@ -2,8 +2,8 @@
 // of a pending tensor (by `__bool__` or `item`) at a place where one of the two truth values always
 // leads to an error. In this case the read returns the other truth value immediately. The flush
 // that computes the tensor verifies this value. _deferred_checks.py finds such places in the source
-// code. _catching.py finds whether a function on the call stack may catch the error. Both answers
-// are cached for each place.
+// code. _catching.py finds whether a function on the call stack may catch the error. The results of
+// both modules are cached for each place.
 #pragma once
 
 #include "autobatch/scope/scope.h"

@@ -49,7 +49,7 @@ PyObject* derive_in_python(PyObject*, PyObject* args) {
   PyObject* result = PyTuple_New(static_cast<Py_ssize_t>(found->size()));
   if (result == nullptr) return nullptr;
   for (size_t i = 0; i < found->size(); ++i) {
-    PyObject* item = THPVariable_Wrap((*found)[i]);  // None if the gradient is undefined
+    PyObject* item = THPVariable_Wrap((*found)[i]);  // `item` is None if the gradient is undefined
     if (item == nullptr) {
       Py_DECREF(result);
       return nullptr;
@@ -84,10 +84,10 @@ PyObject* captures(PyObject*, PyObject*) {
 
 // A function or class of a Python module that is replaced while blocks are open.
 struct Replaced {
-  PyObject *module, *name, *original, *ours;  // never released
+  PyObject *module, *name, *original, *ours;  // these references are never released
 
-  // Does nothing if the module's attribute is not `from`. In this case other code has replaced the
-  // attribute.
+  // Replaces the module's attribute `from` with `to`. Does nothing if the module's attribute is not
+  // `from`. In this case other code has replaced the attribute.
   void exchange(PyObject* from, PyObject* to) const {
     PyObject* now = PyObject_GetAttr(module, name);
     const bool failed = now == nullptr || (now == from && PyObject_SetAttr(module, name, to) != 0);

@@ -1,4 +1,4 @@
-// Binds the capture of autograd.grad in an open block for Python.
+// Python bindings for the capture of autograd.grad in an open block.
 #pragma once
 
 #include <Python.h>

@@ -47,9 +47,9 @@ std::shared_ptr<Scope> make_scope(const ScopeOptions& options) {
           }};
 }
 
-// Opens a block and returns its scope: the scope that is open on this thread, or a new scope.
-// `exit` closes the block. Opening a block takes only one call from Python. This saves time in
-// blocks with few ops.
+// Opens a block and returns the scope of the block. This is the scope that is open on this thread,
+// or a new scope if no scope is open. `exit` closes the block. Opening a block takes only one call
+// from Python, which saves time in blocks with few ops.
 std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending, bool verify,
                                   bool cells, bool check_cells, std::optional<bool> defer_checks,
                                   bool adaptive, bool profile) {
@@ -74,7 +74,7 @@ std::shared_ptr<Scope> open_block(const std::string& policy, size_t max_pending,
   return scope;
 }
 
-// Returns the options, as keyword arguments of batch().
+// Returns the options of the scope, as keyword arguments of batch().
 py::dict options_of(Scope& scope) {
   using namespace py::literals;
   using Which = autobatch::DeferredChecks::Which;
@@ -130,7 +130,7 @@ py::handle raised_in_python(const std::exception& error) {
   if (e->type == nullptr) e->persist();
   if (e->type == nullptr) return {};
   PyErr_Clear();  // autograd's engine does not clear the exception
-  // An error that was set by PyErr_SetString consists only of a type and a text until it is
+  // An error that was set by PyErr_SetString consists only of a type and a text until the error is
   // normalised.
   PyErr_NormalizeException(&e->type, &e->value, &e->traceback);
   return e->value;
@@ -193,7 +193,7 @@ void set_switch(const std::string& name, bool on) {
   for (Switch* s : Switch::all()) {
     if (s->name() != name) continue;
     s->set(on);
-    autobatch::free_waiting_objects();  // the objects that tensor_objects keeps
+    autobatch::free_waiting_objects();  // the objects that are kept for reuse
     autobatch::free_frame_memory();
     return;
   }

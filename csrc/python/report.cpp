@@ -111,7 +111,8 @@ py::list list_of(const std::vector<Row>& rows) {
   return list;
 }
 
-// Rows are tuples, which need little memory, because a trace may have very many rows.
+// Returns the trace as a dict of lists of rows. The rows are tuples, because tuples need little
+// memory, and a trace may have very many rows.
 py::object facts_of(Trace* trace) {
   using namespace py::literals;
   if (trace == nullptr) return py::none();

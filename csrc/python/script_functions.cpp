@@ -35,7 +35,7 @@ jit::Code code_of(jit::GraphFunction& function) {
   const std::shared_ptr<jit::Graph> graph = function.graph();
   const std::lock_guard lock(*mutex);
   const auto found = known->find(graph.get());
-  // A graph that was freed may have had the same address.
+  // The entry may belong to a freed graph that had the same address.
   if (found != known->end() && !found->second.graph.expired()) return found->second.code;
   std::erase_if(*known, [](const auto& entry) { return entry.second.graph.expired(); });
   jit::Code code(function.optimized_graph(), function.name());
@@ -50,14 +50,14 @@ py::object run(jit::Function& function, const std::optional<c10::IValue>& self,
   function.ensure_defined();
   const jit::Code code = code_of(jit::toGraphFunction(function));
   {
-    const Fiber::Pin pin;  // a thread-local variable contains the address of the state
+    const Fiber::Pin pin;  // a thread-local variable refers to the state on the stack
     const py::gil_scoped_release no_gil;
     jit::InterpreterState(code).run(stack);
   }
   return jit::createPyObjectForStack(std::move(stack));
 }
 
-// Whether an op on the argument, or on an element of it, would be captured.
+// Whether an op on the argument, or on an item of the argument, would be captured.
 bool is_captured(PyObject* argument) {
   if (PyList_Check(argument) || PyTuple_Check(argument)) {
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(argument); ++i) {
@@ -95,8 +95,8 @@ struct Callable {
   const char* name;
   py::object (*run)(const py::handle& callee, const py::args& args, const py::kwargs& named);
   ternaryfunc replacement;
-  // Whether ops may be captured even if no argument is pending, because they read the module's
-  // parameters.
+  // Whether ops may be captured even if no argument is pending, because the ops read the parameters
+  // of a module.
   bool has_parameters;
   ternaryfunc original = nullptr;
   // `run` as a pybind11 function, which translates TorchScript's errors.

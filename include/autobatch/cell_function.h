@@ -48,9 +48,9 @@ class CellFunction;
 
 namespace cell_detail {
 
-// Flattened values. The tensors are stored in order, and all other data is stored as 64-bit words.
-// A model may call its cells thousands of times in each step, so the inline capacity is large
-// enough to avoid a heap allocation in most calls.
+// The flattened arguments or results of a call. The tensors are stored in order, and all other data
+// is stored as 64-bit words. A model may call its cells thousands of times in each step, so the
+// inline capacity is large enough to avoid a heap allocation in most calls.
 struct Parts {
   c10::SmallVector<at::Tensor, 8> tensors;
   c10::SmallVector<uint64_t, 8> words;
@@ -245,7 +245,7 @@ class Cell {
   cell_detail::Function function_;
 };
 
-// Returns a cell that calls `function`. Errors and the report show `name`.
+// Returns a cell that calls `function`. Error messages and the report contain `name`.
 template <class F>
 Cell<std::decay_t<F>> cell(F&& function, std::string name = "cell") {
   return {std::forward<F>(function), std::move(name)};

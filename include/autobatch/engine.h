@@ -1,5 +1,5 @@
-// Serves requests that arrive at any time and from any thread (in Python: ab.Engine). Ops of
-// different requests are batched together.
+// An Engine serves requests that arrive at any time and from any thread (in Python: ab.Engine). Ops
+// of different requests are batched together.
 //
 //   autobatch::Engine engine;
 //   auto answer = engine.submit([&] { return model->forward(tree); });  // from any thread
@@ -39,7 +39,7 @@ struct EngineOptions {
   double max_live = 256;
   // Limit on the total cost of the requests in the queue.
   double max_queue = 1024;
-  // If the engine is idle, the time that the first request waits for other requests.
+  // An idle engine that receives a request waits for this time for further requests.
   std::chrono::nanoseconds max_delay{0};
   // Target duration of a slice. A single batch may take longer.
   std::chrono::nanoseconds slice_time{1'000'000};
@@ -48,7 +48,7 @@ struct EngineOptions {
 };
 
 struct RequestOptions {
-  std::optional<std::chrono::nanoseconds> timeout;  // from submission to the end of the request
+  std::optional<std::chrono::nanoseconds> timeout;  // time limit from submission to end
   int priority = 0;                                 // requests with higher priority start first
   double cost = 1;  // size of the request, in the unit of max_live and max_queue
 };
@@ -57,7 +57,7 @@ struct RequestOptions {
 class AUTOBATCH_API QueueFull : public std::runtime_error {
  public:
   QueueFull(double queued, double limit);
-  double queued, limit;  // sums of costs
+  double queued, limit;  // cost of the queued requests, and max_queue
 };
 // Thrown by the EngineFuture of a cancelled request. A request is cancelled by
 // EngineFuture::cancel, Engine::cancel or Engine::shutdown.
@@ -72,7 +72,7 @@ class AUTOBATCH_API RequestTimedOut : public std::runtime_error {
 };
 
 struct EngineStats {
-  size_t live = 0, queued = 0;  // current numbers of requests
+  size_t live = 0, queued = 0;  // current numbers of running and of queued requests
   uint64_t submitted = 0, rejected = 0, finished = 0, failed = 0, cancelled = 0, timed_out = 0;
   uint64_t slices = 0;
   uint64_t ops = 0, batches = 0;  // ops and batches that ran; ops / batches is the mean batch size
@@ -86,8 +86,8 @@ AUTOBATCH_API void cancel(const std::weak_ptr<EngineLoop>& loop, uint64_t number
 // Waits until the values of the tensors are computed. Must be called inside a request.
 AUTOBATCH_API void make_real(const std::vector<at::Tensor>& tensors);
 
-// Appends the tensors in a result to `found`. If a type has no Finder, tensors inside values of
-// this type are not found.
+// Finds the tensors that `value` contains, and appends them to `found`. If a type has no Finder,
+// tensors inside values of this type are not found.
 template <class T>
 void find_tensors(const T& value, std::vector<at::Tensor>& found);
 
@@ -196,8 +196,8 @@ class Engine {
 
   // Submits a request and returns immediately. The engine's thread will call `function()`, the code
   // of the request. submit() can be called from any thread. The function may read tensor values and
-  // call any number of models. The function must not wait for anything else, such as a lock. Until
-  // the function ends, no code may write to the tensors that the function uses. Tensors in the
+  // call any number of models. The function must not block, for example on a lock. Until the
+  // function ends, no code may write to the tensors that the function uses. Tensors in the
   // function's result, including those in pairs, tuples, arrays, vectors and optionals, are
   // ordinary tensors with the values of eager mode. If the function throws an exception, the future
   // throws this exception, and other requests are not affected. submit() throws QueueFull if the

@@ -30,7 +30,7 @@ AUTOBATCH_API bool has_map();
 // If bodies throw, the exception of the body with the lowest index is rethrown. Bodies with lower
 // indices run to their end. Suspended bodies with higher indices are ended by an exception that
 // unwinds their stack. This exception is not derived from std::exception. Throws c10::Error if
-// !has_map() or if stack_size is below 16 KiB.
+// has_map() is false or if stack_size is below 16 KiB.
 AUTOBATCH_API void for_each_instance(size_t count, const std::function<void(size_t)>& body,
                                      const MapOptions& options = {});
 

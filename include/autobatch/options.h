@@ -15,7 +15,7 @@ struct ScopeOptions {
   size_t max_pending = 0;
   bool verify = false;       // also run every op eagerly and compare the values
   bool cells = true;         // capture each cell as a whole; if false, op by op
-  bool check_cells = false;  // trace every call of a cell and compare it with the template
+  bool check_cells = false;  // trace every call of a cell and compare the trace with the template
   // If deferring the ops of a line of user code does not save time, capture stops for a number of
   // calls. In Python, batch() enables the option `adaptive` by default. In C++, calls are not
   // counted, so capture resumes only when a map begins.

@@ -19,11 +19,11 @@ class Trace;
 struct Signature;
 
 struct SignatureReport {
-  std::string op;          // "aten::linear"
+  std::string op;          // such as "aten::linear"
   std::string shapes;      // operand shapes of the first node
   std::string rule;        // "native", "functorch" or "loop"
   std::string note;        // why no better rule was used; empty if there is no reason
-  std::string site;        // first line of user code that captured the signature, "model.py:12"
+  std::string site;        // first line of user code that captured the signature: "model.py:12"
   uint64_t instances = 0;  // nodes that ran
   uint64_t batches = 0;
   uint64_t largest = 0;   // nodes in the largest batch
@@ -34,12 +34,13 @@ struct SignatureReport {
   uint64_t serial = 0;    // Signature::serial
   uint64_t weights = 0;   // hash of the identities of the weights
   uint64_t context = 0;   // grad mode and autocast state, as one word
-  // The signature. The pointer is null if the tables that own the signature were replaced.
-  // Internal.
+  // The signature. The pointer is null if the tables that own the signature were replaced. For
+  // internal use.
   const Signature* kind = nullptr;
 };
 
-// One flush. If a block has very many flushes, flushes with the same reason and site share one row.
+// A row of the report for one flush. If a block has very many flushes, flushes with the same reason
+// and site share one row.
 struct FlushReport {
   std::string reason;
   std::string site;
@@ -109,8 +110,9 @@ class Report {
   std::shared_ptr<Trace> trace;  // null without ScopeOptions::profile
 
   uint64_t launches_saved() const { return nodes - launches; }
-  // Returns a lower bound on the number of batches of any schedule. The bound is the sum over all
-  // flushes, without the slices of an Engine. See lower_bound() in schedule.h.
+  // Returns a lower bound on the number of batches of any schedule. The bound is the sum of the
+  // bounds of all flushes. The slices of an Engine are not counted. See lower_bound() in
+  // schedule.h.
   AUTOBATCH_API uint64_t lower_bound() const;
   // Returns the report as a table.
   AUTOBATCH_API std::string to_string() const;
@@ -135,9 +137,9 @@ class Report {
   void keep(const std::shared_ptr<const void>& tables);
 
  private:
-  std::map<std::pair<uint64_t, std::string>, size_t> index_;  // by serial number and rule
-  std::map<std::pair<const void*, const void*>, size_t> at_once_index_;  // by op and reason
-  std::map<std::string, size_t> flush_index_;                            // by reason and site
+  std::map<std::pair<uint64_t, std::string>, size_t> index_;  // key: serial number and rule
+  std::map<std::pair<const void*, const void*>, size_t> at_once_index_;  // key: op and reason
+  std::map<std::string, size_t> flush_index_;                            // key: reason and site
   size_t last_pause_ = 0;
   std::shared_ptr<const void> tables_;
   mutable std::vector<BoundInput> bound_inputs_;

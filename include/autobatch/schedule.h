@@ -22,7 +22,7 @@ struct ScheduleInput {
   std::span<const uint32_t> inputs;       // producer node ids (duplicates allowed)
   uint32_t num_signatures = 0;
   std::span<const uint8_t> batchable;  // [num_signatures]; 0: each node runs alone
-  std::span<const uint8_t> heavy;      // [num_signatures]; 1: expensive (matmul); last in a tie
+  std::span<const uint8_t> heavy;      // [num_signatures]; 1: expensive (matmul), last in a tie
   // Id of the set of signatures. The id does not depend on the numbering of the signatures. Graphs
   // with the same id most likely come from the same model. So a choice that is good for one graph
   // is most likely good for the next graph with the same id. 0: unknown.
@@ -34,8 +34,8 @@ struct ScheduleInput {
   }
 };
 
-// A schedule. The nodes of batch b are order[batch_begin[b]], ..., order[batch_begin[b + 1] - 1],
-// in capture order.
+// A schedule of a graph. The nodes of batch b are order[batch_begin[b]], ..., order[batch_begin[b +
+// 1] - 1], in capture order.
 struct Schedule {
   std::vector<uint32_t> order;        // node ids in execution order
   std::vector<uint32_t> batch_begin;  // [batches + 1] offsets into order

@@ -1,4 +1,4 @@
-"""The last report, and what happens at a block's end: log lines, and calls of observers."""
+"""Stores the facts of the last block. When a block ends, logs it and calls the observers."""
 
 import collections
 import sys
@@ -25,11 +25,11 @@ _NOT_USERS = ("torch_autobatch.", "torch.", "contextlib")
 class Stretches(collections.deque["_C.ReportFacts"]):
     """The facts of the blocks of one call of a generator that is decorated with ``batch``.
 
-    Each stretch between two yields is a block.
+    A block contains the code between two yields, which is called a stretch.
     """
 
     def __init__(self) -> None:
-        super().__init__(maxlen=256)  # keeps the last blocks of an endless generator
+        super().__init__(maxlen=256)  # an endless generator keeps only its last blocks
 
 
 class _Last(threading.local):
@@ -92,13 +92,16 @@ def warn_of_options(outer: dict[str, Any], inner: dict[str, Any]) -> None:
 
 
 def line_of_user() -> str:
-    """Returns "train.py:12", the line of the innermost frame outside torch and this package."""
+    """Returns the line of the innermost frame outside torch and this package: "train.py:12"."""
     frame = sys._getframe(_level_of_user() - 1)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _level_of_user() -> int:
-    """Returns the ``stacklevel`` of the frame of ``line_of_user``, counted from the caller."""
+    """Returns the ``stacklevel`` of the innermost frame outside torch and this package.
+
+    The level is counted from the caller of this function.
+    """
     level = 1
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_NOT_USERS):

@@ -1,7 +1,7 @@
 """Decides whether the code around an instruction may catch an error that is raised there.
 
 A check may be deferred to the flush only if no code catches its error (``_deferred_checks.py``). If
-this is unknown, the answer is yes.
+it is unknown whether code catches the error, the functions of this module assume that it does.
 """
 
 import ast
@@ -30,7 +30,7 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
         after = next((i.offset for i in dis.get_instructions(code) if i.offset > entered), entered)
         body = _handler(code, after)
         if body is None:
-            return True  # no `with` entered the block, so its end is unknown
+            return True  # no `with` entered the block, so the end of the block is unknown
         if body == _handler(code, offset):
             return False
     elif _handler(code, offset) is None:
@@ -40,13 +40,16 @@ def catches(code: types.CodeType, offset: int, entered: int) -> bool | None:
 
 
 def catches_in(frame: types.FrameType, entered: int) -> bool:
-    """Decides the cases in which ``catches`` returns None, by the frame's context managers."""
+    """Returns whether code in the frame may catch an error, if ``catches`` returned None.
+
+    Examines the context managers in the frame.
+    """
     guards = _guards(frame.f_code, frame.f_lasti, entered)
     return guards is None or not all(_lets_pass(guard, frame) for guard in guards)
 
 
 def _handler(code: types.CodeType, offset: int) -> int | None:
-    """Returns the offset of the handler for an error at an instruction; None if there is none.
+    """Returns the offset of the handler for an error at an instruction; None without a handler.
 
     Skips handlers that only raise the error again.
     """
@@ -63,8 +66,8 @@ _RESTORING = ("SWAP", "POP_TOP", "STORE_FAST", "STORE_DEREF", "STORE_NAME", "CAL
 def _only_reraises(code: types.CodeType, target: int) -> bool:
     """Returns whether a handler only restores variables and raises the error again.
 
-    From Python 3.12 on, the compiler makes such a handler for a comprehension within a function
-    (PEP 709), and one around the body of a generator.
+    From Python 3.12 on, the compiler makes a handler of this kind for a comprehension within a
+    function (PEP 709), and another one around the body of a generator.
     """
     for instruction in dis.get_instructions(code):
         if instruction.offset >= target and not instruction.opname.startswith(_RESTORING):
@@ -76,8 +79,8 @@ def _only_reraises(code: types.CodeType, target: int) -> bool:
 def exception_table(code: types.CodeType) -> list[tuple[int, int, int]]:
     """Returns CPython's exception table (Objects/exception_handling_notes.txt).
 
-    An entry is (start, end, handler), as offsets in bytes. If handlers are nested, an instruction
-    has the entry of the innermost handler.
+    An entry is a tuple (start, end, handler) of offsets in bytes. If handlers are nested, the
+    entry of an instruction contains the innermost handler.
     """
     numbers: list[int] = []
     value, more = 0, False
@@ -103,7 +106,7 @@ def _guards(code: types.CodeType, offset: int, entered: int) -> tuple[ast.expr, 
     if syntax is None or position is None:
         return None
     # Positions of the instruction that entered the block and of the previous instruction. One of
-    # them is the position of the `with` item's expression.
+    # these two positions is the position of the `with` item's expression.
     block = (
         [position_at(i) for i in instruction_at(code, entered) if i is not None]
         if entered >= 0
@@ -166,6 +169,6 @@ def _lets_pass(manager: ast.expr, frame: types.FrameType) -> bool:
         made = look_up(manager, frame)
         return getattr(type(made), "__exit__", None) in _passing()
     maker = look_up(manager.func, frame)
-    if isinstance(maker, types.MethodType) and maker.__name__ == "clone":  # @torch.no_grad()
+    if isinstance(maker, types.MethodType) and maker.__name__ == "clone":  # for @torch.no_grad()
         maker = type(maker.__self__)
     return isinstance(maker, type) and getattr(maker, "__exit__", None) in _passing()

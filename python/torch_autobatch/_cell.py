@@ -19,8 +19,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _GLOBAL_HOOKS: list[dict[Any, Any]] = [
     getattr(torch.nn.modules.module, f"_global{name}") for name in _HOOKS
 ]
-_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # their functions use no modules of the user
-_MOST_ITEMS = 1024  # longer lists and dicts are regarded as data, and not searched for modules
+_LIBRARIES = ("torch", "torch_autobatch", "numpy")  # whose functions use no modules of the user
+_MOST_ITEMS = 1024  # longer lists and dicts are not searched for modules
 
 
 @overload
@@ -32,14 +32,14 @@ def cell(*, compile: bool = ..., dynamic: bool = ...) -> Callable[[_F], _F]: ...
 
 
 def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) -> Any:
-    """Makes a function, a method, a module or a class of modules a cell.
+    """Turns a function, a method, a module or a class of modules into a cell.
 
     The user promises that the result of a call depends only on its tensor arguments, on parameters
     and buffers of modules, and on its other arguments. Inside ``batch()`` the first call of each
     kind runs the function. A later call of the same kind adds the same ops to the graph without
     running the function. Two calls are of the same kind if their tensors agree in shape, strides,
     dtype and ``requires_grad``, and if they have the same parameters and the same other arguments.
-    Outside a block nothing changes::
+    Outside a block, each call runs the function as usual. Examples::
 
         expert = ab.cell(nn.Sequential(...))
 
@@ -60,8 +60,8 @@ def cell(function: Any = None, *, compile: bool = False, dynamic: bool = False) 
             function that can't be replayed runs as usual, and ``report()`` gives the reason.
 
     Returns:
-        A callable that replaces ``function``. If ``function`` is a class or a module, the same
-        object.
+        A callable that replaces ``function``. If ``function`` is a class or a module, ``function``
+        itself.
 
     Raises:
         TypeError: if ``function`` is not callable; in a call, if an argument is not hashable.
@@ -108,14 +108,14 @@ def _wrap(function: Any, options: _Options) -> Any:
 
 def _call_of(cls: type, options: _Options) -> Any:
     call = _wrap(cls.__call__, options)
-    call.__qualname__ = cls.__qualname__  # for error messages
+    call.__qualname__ = cls.__qualname__  # error messages contain this name
     return call
 
 
 def _as_cell(module: nn.Module, options: _Options) -> nn.Module:
     """Changes the module's class to a subclass with a cell as ``__call__``. Returns the module.
 
-    The module object stays the same, so registering, saving and moving it work as before.
+    The module object stays the same, so registering, saving and moving the module work as before.
     """
     cls = type(module)
 
@@ -177,7 +177,7 @@ def _all_modules(function: Any, modules: Iterable[nn.Module]) -> list[nn.Module]
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of globals and attributes in the code and in functions defined in it."""
+    """Returns the names of globals and attributes in the code and in its inner functions."""
     inner = [_names_in(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return tuple({*code.co_names, *(name for names in inner for name in names)})
 
@@ -185,7 +185,7 @@ def _names_in(code: types.CodeType) -> tuple[str, ...]:
 def _contents(cell: types.CellType) -> tuple[Any, ...]:
     try:
         return (cell.cell_contents,)
-    except ValueError:  # the cell is empty
+    except ValueError:  # the cell has no value yet
         return ()
 
 

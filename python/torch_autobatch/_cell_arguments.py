@@ -21,8 +21,9 @@ class Arguments:
     # Maps the id of each object that holds tensors, and of each list and dict in it, to an index
     # among the inputs.
     containers: dict[int, int]
-    ints: list[tuple[Any, Any, int]]  # ints in containers: container, name, index of the input
-    counts: dict[int, int]  # by id of a container: the number of inputs that it adds
+    # For each int in a container: the container, the int's name in it, and the index of the input.
+    ints: list[tuple[Any, Any, int]]
+    counts: dict[int, int]  # maps the id of a container to the number of inputs in it
 
     def tensors(self) -> list[Tensor]:
         """Returns the input tensors except parameters. (The key identifies the parameters.)"""
@@ -38,7 +39,7 @@ class Arguments:
         return tuple(found)
 
     def names_of_sizes(self) -> list[str]:
-        """Returns the Python source of each item of `sizes` in a program, in the same order."""
+        """Returns the Python source that computes each item of `sizes` in a program."""
         found: list[str] = []
         for i, value in enumerate(self.inputs):
             if isinstance(value, Tensor):

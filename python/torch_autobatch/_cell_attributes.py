@@ -18,12 +18,12 @@ from torch_autobatch._cell_sizes import TracedShape, is_traced, plain
 
 Guard = tuple[dict[Any, Any], str | None, Any]
 
-_OTHERS = ("_parameters", "_buffers", "_modules", "training")  # checked by `_cell.guards`
+_OTHERS = ("_parameters", "_buffers", "_modules", "training")  # `_cell.guards` checks these
 _CONSTANTS = (bool, int, float, str)
 
 
 class Attributes:
-    """The attributes of modules, and the globals of their functions, before a call.
+    """Records the attributes of modules, and the globals of functions, before a call.
 
     `function`: the function that is called.
     """
@@ -34,7 +34,7 @@ class Attributes:
         self._globals = [guard for function in self._functions for guard in _globals_of(function)]
 
     def guards(self) -> list[Guard]:
-        """Returns guards for the values that the call has not changed. Called after the call."""
+        """Returns guards for the values that the call has not changed. Use this after the call."""
         found: list[Guard] = []
         for table, before in self._tables:
             if len(table) == len(before):
@@ -47,7 +47,7 @@ class Attributes:
         return found + [guard for guard in self._globals if guard[0].get(guard[1]) is guard[2]]
 
     def hold(self, tensors: Iterable[Tensor]) -> bool:
-        """Returns whether a tensor is also a buffer, attribute, global or closure variable."""
+        """Returns whether one of the tensors is a buffer, attribute, global or closure variable."""
         values = [value for function in self._functions for value in _known_to(function)]
         for _, before in self._tables:
             values += [*before["_buffers"].values(), *before.values()]
@@ -55,7 +55,7 @@ class Attributes:
         return any(id(tensor) in ids for tensor in tensors)
 
     def undo(self) -> None:
-        """Restores the attributes of modules."""
+        """Restores the attributes that the modules had before the call."""
         for table, before in self._tables:
             for name in [name for name in table if name not in before]:
                 del table[name]
@@ -97,5 +97,5 @@ def _known_to(function: Any) -> Iterator[Any]:
     table, names = _named_by(function)
     yield from (table.get(name) for name in names)
     for cell in getattr(inspect.unwrap(function), "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # the closure's cell is empty
+        with contextlib.suppress(ValueError):  # the closure variable has no value yet
             yield cell.cell_contents

@@ -32,7 +32,7 @@ class _Results:
 
     def __call__(self, *values: Any) -> Any:
         found = self._known.find(values)
-        if found is None:  # some input is not data: the calls are captured like all others
+        if found is None:  # an input is not data, so the calls are captured
             return self._function(*values)
         if found is not False:
             return found
@@ -44,7 +44,8 @@ class _Results:
         return self._known.add(values, found)
 
 
-# The keys are the source and the constants, so the layers of a model share their results.
+# A key consists of the source and the ids of the constants. So layers of a model that run the same
+# code share one cache.
 _shared: weakref.WeakValueDictionary[Any, _Results] = weakref.WeakValueDictionary()
 
 
@@ -56,9 +57,9 @@ def by_data(
     file: str,
     line: int,
 ) -> list[Line]:
-    """Returns lines that look up the results of `lines`, or `lines` if this is not possible.
+    """Returns lines that look up the results of `lines`. If this is impossible, returns `lines`.
 
-    `asked` contains the variables that other lines read. Adds the look-up function to `constants`.
+    `asked`: the variables that other lines read. The look-up function is added to `constants`.
     """
     targets = {other.target for other in lines}
     own = objects_of_their_own(program.lines, program.returned)

@@ -60,7 +60,7 @@ class _Results:
 def compiled(
     program: Program, conditions: Sequence[str], file: str, line: int
 ) -> Callable[..., Any]:
-    """Returns the program as a function of its inputs. `conditions` are additional conditions."""
+    """Returns the program as a function of its inputs, which also checks `conditions`."""
     lines = [*(Line("", condition) for condition in conditions), *program.lines]
     of_sizes, sizes = _of_sizes(program)
     if of_sizes:
@@ -104,7 +104,7 @@ def _compiled(
 def _of_sizes(program: Program) -> tuple[list[Line], list[str]]:
     """Returns the lines that depend only on sizes of inputs, and the variables of these sizes."""
     own = objects_of_their_own(program.lines, program.returned)
-    fixed = {name for name in own if name[0] != "k"}  # without constants (dtypes, devices)
+    fixed = {name for name in own if name[0] != "k"}  # excludes constants (dtypes, devices)
     changing = {name for name, value in program.constants.items() if not is_fixed(value)}
     numbers = _numbers_of_inputs(program)
     known = set(numbers)

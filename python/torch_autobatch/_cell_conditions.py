@@ -1,4 +1,7 @@
-"""Finds what determines the results of a dynamic cell's calls, other than the arguments' values."""
+"""Reads the sizes and the global state that PyTorch calls in a dynamic cell depend on.
+
+The sizes determine which dimensions a call removes, and how many results a call returns.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ SizeOf = Callable[[Tensor, int], Any]  # returns the size, which may be a traced
 
 
 def ask_ones(size_of: SizeOf, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Reads the sizes that determine which dimensions `squeeze` drops.
+    """Reads the sizes that determine which dimensions `squeeze` removes.
 
     Comparing a traced number adds a condition to the program.
     """
@@ -26,7 +29,7 @@ def ask_count(
 ) -> bool:
     """Reads the size that determines how many results `unbind`, `chunk` and `split` have.
 
-    Returns False if the call is not one of these functions.
+    Returns False if `name` is none of these three functions.
     """
     if name == "unbind":
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -35,7 +38,7 @@ def ask_count(
         return False
     named = [value for key, value in kwargs.items() if key not in ("dim", "input")]
     given = args[1] if len(args) > 1 else named[0]
-    if isinstance(given, (tuple, list)):  # the sizes are given, one for each result
+    if isinstance(given, (tuple, list)):  # the call gives one size for each result
         return True
     size = size_of(args[0], args[2] if len(args) > 2 else kwargs.get("dim", 0))
     piece = -(-size // given) if name == "chunk" else given
@@ -43,7 +46,7 @@ def ask_count(
 
 
 def context() -> tuple[Any, ...]:
-    """Returns the state, besides the arguments, that PyTorch's calls depend on."""
+    """Returns the global state that the results of PyTorch's calls depend on."""
     return (
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),

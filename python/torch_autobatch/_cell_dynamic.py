@@ -23,7 +23,7 @@ from torch_autobatch._cell_trace import Trace
 from torch_autobatch._random_state import random_states, restore
 
 _TRACES = 2  # number of traces that must give the same program
-_MOST_PROGRAMS = 8  # maximum number for one kind of call
+_MOST_PROGRAMS = 8  # maximum number of programs for one kind of call
 _MOST_KINDS = 256
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
@@ -37,14 +37,14 @@ class _Group:
         self.program = program
         self.guards = guards
         # Whether ops that read only data are also captured. (Example: an op that computes the
-        # indices of a captured op.) They are not captured if the program returns their results,
-        # because the caller may read these results.
+        # indices of a captured op.) Ops on data are not captured if the program returns their
+        # results, because the caller may read these results.
         self.captures_data = not program.returns_data()
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
     def add(self, arguments: Arguments, file: str, line: int) -> None:
-        """Adds a trace with these arguments. A size that all traces share becomes a condition.
+        """Adds a trace with these arguments. If all traces share a size, it becomes a condition.
 
         If all sizes are equal, the program is valid only for these sizes.
         """
@@ -102,7 +102,7 @@ class _Calls:
         return None
 
     def is_known(self, sizes: tuple[int, ...]) -> bool:
-        """Returns whether a compiled program had these sizes in its traces."""
+        """Returns whether the inputs of a trace of a compiled program had these sizes."""
         return any(
             group.run is not None and sizes in group.sizes
             for group in self.groups
@@ -137,7 +137,7 @@ class DynamicCell:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
 
-    def __reduce__(self) -> str:  # pickled by name, like a function
+    def __reduce__(self) -> str:  # a cell is pickled by name, like a function
         return str(self.__qualname__)  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -220,7 +220,7 @@ class DynamicCell:
     def _trace(
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Traced:
-        """Runs the function. Returns no program if a size that it stores outlives the call."""
+        """Runs and traces the function. If the function stores a size, returns no program."""
         numbers: list[weakref.ref[Any]] = []
         try:
             call = self._record(calls, arguments, args, kwargs, numbers)

@@ -1,7 +1,7 @@
-"""Indexing in the traces of dynamic cells: the calls that replace ``x[index]``, ``x[index] = y``.
+"""Replaces indexing (``x[index]``, ``x[index] = y``) in the traces of dynamic cells by calls.
 
-An index that data decides (a mask, the bounds of a slice) becomes rows or numbers that the program
-computes first. The selection or the write itself is then captured like any other op.
+If an index depends on data (a mask, the bounds of a slice), the program first computes the numbers
+of the rows, or the bounds. The selection or the write itself is then captured like any other op.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ class Indexing:
         raise NotImplementedError
 
     def _index(self, func: Any, of: Tensor, index: Any) -> tuple[Any, str, tuple[Any, ...]]:
-        """Replaces indexing by a number or by a mask with a call that is captured faster."""
+        """Returns the call that replaces indexing by a number or a mask: it is captured faster."""
         index = self._with_numbers(index)
         if isinstance(index, int) and not isinstance(index, bool):
             return Tensor.select, "select", (of, 0, index)
-        # For other strides, indexing returns the order of the strides, and `index_select` does not.
+        # If `of` is not contiguous, indexing keeps the order of its strides, but `index_select`
+        # does not.
         found = self._rows(of, index) if of.is_contiguous() else None
         if found is None:
             return func, "__getitem__", (of, index)
@@ -54,12 +55,15 @@ class Indexing:
         return Tensor.index_select, "index_select", (of, *found)
 
     def _rows(self, of: Tensor, index: Any) -> tuple[int, Tensor] | None:
-        """Returns the dimension and the rows that an index selects by one known mask."""
+        """Returns the dimension that a known mask indexes, and the rows that the mask selects.
+
+        Returns None for any other index.
+        """
         found = _mask_of_rows(index)
         if found is None or self.has_effects or not _C.is_known(found[1]):
             return None
         dim, mask = found
-        bool(self._size(mask, 0) == self._size(of, dim))  # a condition of the program
+        bool(self._size(mask, 0) == self._size(of, dim))  # becomes a condition of the program
         rows = rows_of(mask)
         self._bind(rows, self._add_call(rows_of, "nonzero", (mask,), {}), is_own=True)
         return dim, rows
@@ -72,11 +76,11 @@ class Indexing:
             self._add_call(put_rows_, "put_rows_", (to, index.start, index.stop, value), {})
             return
         if not _puts_by_index(args):
-            fills = _fills_by_mask(*args) and self._size(to) == self._size(index)  # a condition
+            fills = _fills_by_mask(*args) and self._size(to) == self._size(index)
             put: Any = Tensor.masked_fill_ if fills else Tensor.__setitem__
             self._add_call(put, name_of(put), args, {})
             return
-        found = self._rows(to, index)  # of dimension 0
+        found = self._rows(to, index)  # the rows of dimension 0
         given = index if isinstance(index, tuple) else (index,)
         indices = given if found is None else found[1:]
         self._add_call(Tensor.index_put_, "index_put_", (to, indices, value), {})
@@ -100,7 +104,10 @@ def put_rows_(to: Tensor, start: int | None, stop: int | None, value: Tensor) ->
 
 
 def put_rows(to: Tensor, start: int | None, stop: int | None, value: Tensor) -> Tensor:
-    """Returns a copy of `to` with these rows replaced. Its shape differs if `start > stop`."""
+    """Returns a copy of `to` in which `value` replaces the rows from `start` to `stop`.
+
+    If `start > stop`, the copy has another shape than `to`.
+    """
     rows = to[start:stop]
     before = [] if start is None else [to[:start]]
     after = [] if stop is None else [to[stop:]]
@@ -108,7 +115,7 @@ def put_rows(to: Tensor, start: int | None, stop: int | None, value: Tensor) -> 
 
 
 def _puts_rows(to: Tensor, index: Any, value: Any) -> bool:
-    """Returns whether ``to[index] = value`` equals ``put_rows_`` of the bounds of `index`."""
+    """Returns whether ``put_rows_`` with the bounds of `index` can replace this assignment."""
     if not isinstance(index, slice) or index.step is not None or not isinstance(value, Tensor):
         return False
     are_numbers = not any(isinstance(bound, Tensor) for bound in (index.start, index.stop))
@@ -116,7 +123,10 @@ def _puts_rows(to: Tensor, index: Any, value: Any) -> bool:
 
 
 def _puts_by_index(args: Sequence[Any]) -> bool:
-    """Returns whether `args[0][args[1]] = args[2]` equals `index_put_` with one index or mask."""
+    """Returns whether `index_put_` with one index or mask can replace this assignment.
+
+    `args`: the three parts of the assignment ``args[0][args[1]] = args[2]``.
+    """
     to, index, value = args
     index = index[0] if isinstance(index, tuple) and len(index) == 1 else index
     if not isinstance(index, Tensor) or not isinstance(value, Tensor):
@@ -127,7 +137,7 @@ def _puts_by_index(args: Sequence[Any]) -> bool:
 
 
 def _fills_by_mask(to: Tensor, index: Any, value: Any) -> bool:
-    """Returns whether ``to[index] = value`` equals ``to.masked_fill_(index, value)``."""
+    """Returns whether ``to.masked_fill_(index, value)`` can replace ``to[index] = value``."""
     if not isinstance(index, Tensor) or index.dtype is not torch.bool:
         return False
     is_exact = isinstance(value, int) or (isinstance(value, float) and to.is_floating_point())

@@ -18,12 +18,15 @@ from typing import Any
 from torch_autobatch._cell_objects import plain_item
 from torch_autobatch._cell_sizes import is_traced
 
-_MOST_LEVELS = 8  # maximum number of nested tuples
+_MOST_LEVELS = 8  # maximum depth of nested tuples
 _CACHE = type(functools.lru_cache(int))
 
 
 def replace_kept(numbers: Sequence[weakref.ref[Any]]) -> bool:
-    """Converts the numbers that are still alive, in all their owners. Returns whether any were."""
+    """Converts the numbers that are still alive, in all objects that refer to these numbers.
+
+    Returns whether any number was still alive.
+    """
     if all(number() is None for number in numbers):
         return False
     gc.collect()  # frees numbers that only reference cycles keep alive

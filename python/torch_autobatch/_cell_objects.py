@@ -26,7 +26,7 @@ _MOST_VALUES = 512  # maximum number of containers that are searched in one obje
 _OTHERS = (nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType, Tensor)
 _TRACED = (TracedInt, TracedFloat)
 _NUMBERS = (int, float, complex, *_TRACED, torch.dtype, torch.device)
-_HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE: a class defined in Python
+_HEAP_TYPE = 1 << 9  # CPython's Py_TPFLAGS_HEAPTYPE, set for classes defined in Python
 
 DELETED = object()
 
@@ -75,7 +75,7 @@ def is_object(value: Any) -> bool:
 
 
 def contents(value: Any) -> dict[Any, Any]:
-    """Returns the attributes of an object or the items of a container, or else an empty dict.
+    """Returns the attributes of an object or the items of a container. Otherwise returns {}.
 
     The caller must not change the result, because it may be the object's ``__dict__``.
     """
@@ -115,7 +115,7 @@ def put(container: Any, name: Any, value: Any) -> None:
 
 
 def plain_item(value: Any) -> Any:
-    """Converts ``value``, or the traced numbers in a tuple, to ordinary numbers.
+    """Converts a traced number, or the traced numbers in a tuple, to ordinary numbers.
 
     Returns the same object if nothing in it is traced. Lists and dicts are not searched.
     """
@@ -148,7 +148,7 @@ def make_plain(*values: Any) -> None:
             tables.append(vars(container))
         for table in tables:
             items = dict(enumerate(table)) if isinstance(table, list) else dict(table)
-            if any(map(is_traced, items)):  # traced keys
+            if any(map(is_traced, items)):  # some keys are traced numbers
                 table.clear()
                 table.update({plain(name): plain_item(item) for name, item in items.items()})
                 continue
@@ -166,7 +166,7 @@ def watched(values: Sequence[Any]) -> Changes:
 
 
 class Changes:
-    """Changes that a call makes to containers. `names`: the program's variables for containers."""
+    """Changes that a call makes to containers. `names`: their variables in the program."""
 
     def __init__(self, containers: Sequence[Any], names: Sequence[str]) -> None:
         self.names = names

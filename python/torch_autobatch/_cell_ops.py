@@ -50,8 +50,8 @@ _IMPURE = re.compile(
 def name_of(function: Any) -> str:
     """Returns the name of a method or function of PyTorch.
 
-    If the function is not PyTorch's, the name starts with the module, so that no table contains it.
-    Attributes have names such as ``__get__T`` and ``__set__data``.
+    If the function does not belong to PyTorch, its name starts with its module, so that no table
+    contains the name. Attributes have names such as ``__get__T`` and ``__set__data``.
     """
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return str(function)
@@ -100,7 +100,7 @@ def _takes_tensor(op: OpOverload) -> bool:
 
 
 def makes_memory(name: str, args: Sequence[Any]) -> bool:
-    """Returns whether the results alias no argument."""
+    """Returns whether no result shares memory with an argument."""
     if name == "__getitem__" and len(args) == 2:
         indices = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(map(_takes_elements, indices))
@@ -133,7 +133,7 @@ def _calls_others(op: OpOverload) -> bool:
     overload = op._schema.overload_name
     name = f"{op._schema.name}.{overload}" if overload else op._schema.name
     key = "CompositeImplicitAutograd"
-    if not torch._C._dispatch_has_kernel(name):  # only TorchScript has this op
+    if not torch._C._dispatch_has_kernel(name):  # the dispatcher does not know this op
         return False
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 

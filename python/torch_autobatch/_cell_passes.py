@@ -26,7 +26,7 @@ _ACTIVATIONS = frozenset(
 _UNINITIALIZED = ("empty", "empty_like", "new_empty", "empty_strided")
 
 # In-place ops whose out-of-place form returns the dtype and the sizes of the first argument. For
-# the first set, this is true only if the other arguments are numbers.
+# the ops of the first set, this is true only if the other arguments are numbers.
 _FUNCTIONAL_OF_NUMBERS = frozenset(("pow_", "clamp_", "clamp_min_", "clamp_max_"))
 _FUNCTIONAL = frozenset(
     (
@@ -54,7 +54,7 @@ def optimized(
     `own`: variables whose memory the call has allocated. `constant`: returns a constant's name.
     """
     if any(line.writes and line.writes not in own for line in lines):
-        return without_unused(lines, returned), returned  # inputs may share memory
+        return without_unused(lines, returned), returned  # inputs may share the written memory
     lines, names = without_writes(lines, own, constant)
     returned = renamed(returned, names)
     lines = without_repetitions(lines, returned)
@@ -85,8 +85,9 @@ class _Aliases:
 def without_writes(
     lines: Lines, own: set[str], constant: Callable[[Any], str]
 ) -> tuple[list[Line], dict[str, str]]:
-    """Replaces in-place ops with out-of-place ops if the call owns the memory and has no alias.
+    """Replaces in-place ops with out-of-place ops.
 
+    An op is replaced if the call has allocated the memory and no alias of the memory exists.
     Returns the lines and, for each variable that is written to, the variable that replaces it.
     """
     names: dict[str, str] = {}
@@ -208,7 +209,7 @@ def asks_after_draws(lines: Lines) -> bool:
 
 
 def names_of_inputs(lines: Lines) -> set[str]:
-    """Returns the inputs, and the sizes that are computed only from inputs."""
+    """Returns the names of inputs, and of sizes that are computed only from inputs."""
     names = {name for line in lines for name in line.variables() if name[0] == "x"}
     for line in lines:
         if line.is_number and line.variables() <= names:
@@ -218,7 +219,7 @@ def names_of_inputs(lines: Lines) -> set[str]:
 
 def may_repeat(line: Line, program: Program) -> bool:
     """Returns whether a call has no effect, and gives the same result for the same arguments."""
-    if line.name == "tensor":  # if the data is in the source, and not in a list
+    if line.name == "tensor":  # a call may repeat if its data is in the source, and not in a list
         constants = (program.constants[name] for name in line.arguments() if name[0] == "k")
         return all(isinstance(value, (torch.dtype, torch.device)) for value in constants)
     return is_pure(line.name) and not line.writes and line.name not in _UNINITIALIZED

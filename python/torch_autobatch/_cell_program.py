@@ -17,7 +17,7 @@ from torch_autobatch._cell_sizes import ROUNDING
 MISMATCH = object()  # returned by a program if one of its conditions does not hold
 
 VARIABLE = re.compile(r"\b[xrsk]\d+\b")
-_COMPARED = (float, complex, bytes, torch.device)  # types of constants that are compared by value
+_COMPARED = (float, complex, bytes, torch.device)  # constants of these types are compared by value
 
 # Types of constants that can't change.
 _FIXED = (
@@ -27,7 +27,7 @@ _FIXED = (
 
 
 class UntraceableError(Exception):
-    """The function does something that a program can't repeat. The message describes it."""
+    """The function does something that a program can't repeat. The message says what."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Line:
     is_number: bool = False
     name: str = ""  # name of the called function
     writes: str = ""  # the variable that the call writes to
-    keeps_type: bool = False  # the out-of-place op returns the same dtype and strides
-    fresh: bool = False  # a call whose result has new memory
-    draws: bool = False  # a call that draws random numbers
-    selects: bool = False  # a call that reads or writes elements depending on values
-    reads: bool = False  # a condition on values, which must not be moved
+    keeps_type: bool = False  # whether the out-of-place op keeps dtype and strides
+    fresh: bool = False  # whether the call's result has new memory
+    draws: bool = False  # whether the call draws random numbers
+    selects: bool = False  # whether values decide which elements the call reads or writes
+    reads: bool = False  # whether the line is a condition on values, which must not be moved
     place: str = dataclasses.field(default="", compare=False)  # source line of a condition
 
     @property
@@ -129,12 +129,12 @@ class Program:
     returned: str
     constants: dict[str, Any]
     has_effects: bool
-    asks_after_draws: bool  # a condition may fail after random numbers have been drawn
-    reads_floats: bool  # numbers are read from tensors, so they differ in almost all calls
+    asks_after_draws: bool  # whether a condition may fail after random numbers were drawn
+    reads_floats: bool  # whether the program reads floats, which differ in most calls
     made: list[Any]  # objects without tensors that the traced call returned
 
     def difference(self, other: Program) -> Reason | None:
-        """Returns the first difference, as text for a message; None if there is none."""
+        """Returns the first difference from `other`, as text for a message; None if they agree."""
         for ours, theirs in zip(self.lines, other.lines, strict=False):
             if ours != theirs:
                 steps = (self._readable(ours.source), other._readable(theirs.source))

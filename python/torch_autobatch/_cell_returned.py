@@ -59,7 +59,7 @@ class ReturnedValue:
         if is_object(value) and (has_state(value) or dataclasses.is_dataclass(value)):
             return self._new_object(value)
         self._note_made(value)
-        if dataclasses.is_dataclass(value) and isinstance(value, dict):  # from transformers
+        if dataclasses.is_dataclass(value) and isinstance(value, dict):  # in transformers
             return self._dict_of_fields(value)
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return f"{self._constant(kind)}({', '.join(self._result(item) for item in value)})"
@@ -85,7 +85,7 @@ class ReturnedValue:
         return f"{kind}(**{structure_of(given, self._result)})"
 
     def _note_made(self, value: Any) -> None:
-        """Records an object that the program makes. It may occur only once in the result."""
+        """Records an object that the program makes. An object may occur only once in the result."""
         if isinstance(value, (list, dict)) or is_object(value):
             if id(value) in self._ids:
                 raise UntraceableError("its result contains the same object twice")

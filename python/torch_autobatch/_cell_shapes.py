@@ -97,7 +97,7 @@ class Origins:
 
     def _of(self, tensor: Tensor) -> list[Any]:
         name = self._name_of(tensor)
-        if name[0] == "k":  # a constant
+        if name[0] == "k":  # the tensor is a constant
             return list(tensor.shape)
         return [self.find(Size(name, dim, size)) for dim, size in enumerate(tensor.shape)]
 
@@ -115,7 +115,7 @@ class Origins:
         return [*first[:-1], self._of(args[1])[0] if len(args) > 1 else None]
 
     def _conv(self, first: Sizes, args: Sequence[Any], kwargs: Given) -> Sizes:
-        """Number of output channels from the kernel. Lengths only if the padding keeps them."""
+        """Takes the number of channels from the kernel, and unchanged lengths from the input."""
         if len(args) < 2 or len(first) != args[1].dim():
             return ()
         given = dict(zip(("stride", "padding", "dilation"), args[3:6], strict=False)) | kwargs
@@ -145,7 +145,7 @@ class Origins:
         if len(args) < 3:
             return ()
         others = [self._of(tensor) for tensor in args[1:3]]
-        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # leading dimensions
+        batch = len(first) - (3 if kwargs.get("enable_gqa") else 2)  # number of leading dimensions
         same = all([*map(_key, o[:batch])] == [*map(_key, first[:batch])] for o in others)
         return [*first[:-1], others[1][-1]] if same and batch >= 0 else ()
 
@@ -194,7 +194,7 @@ class Origins:
 
 
 def _each(value: Any, dims: int) -> Sequence[Any]:
-    """Returns the value of each dimension."""
+    """Returns a list with one value for each dimension. `value` may be one number for all."""
     values = list(value) if isinstance(value, (tuple, list)) else [value]
     return values if len(values) == dims else values[:1] * dims
 

@@ -45,7 +45,7 @@ class Recorder(Protocol):
 
 
 class _Node:
-    """The node of a traced number. C++ calls the same methods of a ``torch.SymInt``'s node."""
+    """The node of a traced number, with the methods that C++ calls on a ``torch.SymInt``'s node."""
 
     def __init__(self, value: float) -> None:
         self._value = value
@@ -111,7 +111,10 @@ class _Traced:
         return value
 
     def _evaluate(self, compute: Callable[..., Any], *values: Any) -> Any:
-        """Computes a number. If this fails, refuses the program: the error depends on values."""
+        """Computes a number. If this raises an error, refuses the program.
+
+        The reason is that the error depends on values.
+        """
         try:
             return compute(*values)
         except Exception as error:
@@ -175,7 +178,7 @@ class _Traced:
     def node(self) -> _Node:
         return _Node(self._is_fixed())
 
-    def __getattr__(self, name: str) -> Any:  # `bit_length` and others
+    def __getattr__(self, name: str) -> Any:  # for methods such as `bit_length`
         if name.startswith("_") or not hasattr(self.value, name):
             raise AttributeError(name)
         return getattr(self._is_fixed(), name)
@@ -216,7 +219,7 @@ def source_of(value: Any) -> str:
         return str(value.name)
     if isinstance(value, float) and not math.isfinite(value):
         return f"float({str(value)!r})"
-    return f"({value!r})"  # parentheses, because a power has a higher precedence than a sign
+    return f"({value!r})"  # a power has a higher precedence than a sign
 
 
 def _plain_number(value: Any) -> Any:
@@ -231,7 +234,7 @@ def _arithmetic(name: str, symbol: str, reflected: bool) -> Callable[[_Traced, A
     compute: Callable[[Any, Any], Any] = getattr(operator, name)
 
     def method(self: _Traced, other: Any, *modulus: Any) -> Any:
-        if modulus:  # `pow(n, 2, 5)`
+        if modulus:  # for `pow(n, 2, 5)`
             return pow(self._is_fixed(), *map(_plain_number, (other, *modulus)))
         if not _is_number(other):
             return NotImplemented
@@ -264,7 +267,7 @@ for _name, _symbol in _ARITHMETIC.items():
 
 def _rounding(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: _Traced, *digits: Any) -> Any:
-        if digits:  # `round(x, 2)`
+        if digits:  # for `round(x, 2)`
             return compute(self._is_fixed(), *map(_plain_number, digits))
         return self._compute(self._evaluate(compute, self.value), f"{name}({self.name})")
 
@@ -278,7 +281,7 @@ for _name, _symbol in _COMPARISONS.items():
 
 
 class TracedShape(tuple[Any, ...]):
-    """A shape of traced numbers. For ``isinstance``, it is a ``torch.Size``."""
+    """A shape that consists of traced numbers. For ``isinstance``, it is a ``torch.Size``."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -27,7 +27,8 @@ from torch_autobatch._cell_program import (
 )
 
 _FEWEST = 4  # a look-up costs more than it saves in a program with fewer calls
-_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")  # not known from a tensor's kind
+# Properties that the kind of a tensor does not determine.
+_NOT_OF_KINDS = re.compile(r"\.is_(leaf|inference)\b")
 
 
 def with_templates(
@@ -76,14 +77,15 @@ def with_templates(
 
 
 class _WeightViews:
-    """Views of parameters. They run eagerly if autograd is off, so they are made only once."""
+    """Views of parameters. If autograd is off, they are made eagerly, and only once."""
 
     def __init__(self, program: Program, lines: Sequence[Line], file: str, line: int) -> None:
         self.made: dict[str, Tensor] = {}
         self.lines: list[Line] = []
-        self._of: dict[str, Tensor] = {}  # by the variable of a view: the parameter
+        self._of: dict[str, Tensor] = {}  # maps the variable of a view to the viewed parameter
         self._make: dict[str, Callable[[], Tensor]] = {}
-        self._places: dict[str, Any] = {}  # by view: the parameter's memory when the view was made
+        # Maps the variable of a view to the place of the parameter's memory when the view was made.
+        self._places: dict[str, Any] = {}
         if torch.is_grad_enabled() or any(other.name == "_set_grad_enabled" for other in lines):
             return
         for other in lines:

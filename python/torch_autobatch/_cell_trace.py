@@ -68,8 +68,7 @@ _INTS = frozenset(("numel", "nelement", "__len__"))
 _CHECKED = re.compile(
     "is_(contiguous|same_size|leaf|sparse|sparse_csr|quantized|nested|mkldnn|inference|conj|neg)|layout"
 )
-# Calls whose results depend on values. The program reads these values in the same way as the
-# function.
+# Calls whose results depend on values of tensors. The program makes the same calls as the function.
 _VERDICTS = frozenset(("__bool__", "__contains__", "is_nonzero", "equal", "allclose"))
 # Calls that return ordinary numbers. (`item` returns a traced number.)
 _NUMBERS = frozenset(("__int__", "__float__", "__index__", "tolist"))
@@ -103,11 +102,11 @@ class Trace(Indexing, TorchFunctionMode):
         self.constants: dict[str, Any] = {}
         self.why: Reason | None = None  # why there is no program
         self._recording = True
-        self._names: dict[int, str] = {}  # the variable of each tensor, by the tensor's id
-        self._held: list[Any] = []  # kept alive, so that ids stay unique
+        self._names: dict[int, str] = {}  # maps a tensor's id to the tensor's variable
+        self._held: list[Any] = []  # values that are kept alive, so that ids stay unique
         self._origins = Origins(self._expression)
         self._own: set[str] = set()  # variables whose memory the call has allocated
-        self._of_sizes: set[str] = set()  # variables that depend only on sizes: masks, positions
+        self._of_sizes: set[str] = set()  # variables that depend only on sizes (masks)
         self._counts = {"r": 0, "s": 0}
         self._grad = torch.is_grad_enabled()
         self._context = context()
@@ -123,7 +122,7 @@ class Trace(Indexing, TorchFunctionMode):
                 self._bind(value, name, is_own=False)
 
     def watch(self, containers: Iterable[int]) -> None:
-        """Starts to record changes of these inputs. `containers`: indices of inputs."""
+        """Starts to record changes of the inputs with the indices `containers`."""
         found = [(self._values[i], self.inputs[i]) for i in containers]
         self._changes = Changes([value for value, _ in found], [name for _, name in found])
 
@@ -205,7 +204,7 @@ class Trace(Indexing, TorchFunctionMode):
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), _place())
-        except (IndexError, TypeError, AttributeError):  # for example, keyword arguments
+        except (IndexError, TypeError, AttributeError):  # for example, for keyword arguments
             self.why = Reason(f"it calls {name} in a way that is not traced", _place())
         return result
 
@@ -267,10 +266,10 @@ class Trace(Indexing, TorchFunctionMode):
     def _fact(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Records a call that returns no tensor. Returns the result for the function."""
+        """Records a call that returns no tensor. Returns the result that the function receives."""
         if name == "__setitem__":
             return self._put(*args)
-        if name == "_assert" and type(args[0]) is bool:  # on sizes: already a condition
+        if name == "_assert" and type(args[0]) is bool:  # a test of sizes is already a condition
             return result
         if name == "item" and type(result) in (int, float):
             target = self._add_call(func, name, args, kwargs)
@@ -287,7 +286,7 @@ class Trace(Indexing, TorchFunctionMode):
         if name in _VERDICTS or name in _NUMBERS:
             call = self._call(func, name, args, kwargs)
             condition = f"{call} is {result!r}"
-            if name in _NUMBERS:  # compared as text, because -0.0 == 0.0
+            if name in _NUMBERS:  # results are compared as text, because -0.0 == 0.0
                 condition = f"repr({call}) == {repr(result)!r}"
             self.lines.append(Line("", condition, place=_place(), reads=True))
             return result
@@ -322,9 +321,9 @@ class Trace(Indexing, TorchFunctionMode):
         if dim is None:
             return TracedShape(self._size(tensor, d) for d in range(tensor.dim()))
         dim = int(dim)
-        size = tensor.shape[dim]  # raises the same error as the call
+        size = tensor.shape[dim]  # for a wrong `dim`, raises the same error as the call
         variable = self._expression(tensor)
-        if variable[0] == "k":  # a constant, whose sizes are guarded
+        if variable[0] == "k":  # the tensor is a constant, whose sizes are guarded
             return size
         found = self._origins.find(Size(variable, dim % tensor.dim(), size))
         if isinstance(found, Size):
@@ -343,7 +342,7 @@ class Trace(Indexing, TorchFunctionMode):
         return f"{kind}{self._counts[kind]}"
 
     def _bind(self, value: Tensor, name: str, is_own: bool) -> None:
-        if id(value) in self._names:  # an in-place op, or an op that returned its argument
+        if id(value) in self._names:  # an op was in-place or returned its argument
             return
         self._names[id(value)] = name
         self._held.append(value)
@@ -351,7 +350,7 @@ class Trace(Indexing, TorchFunctionMode):
             self._own.add(name)
 
     def _bind_items(self, values: Sequence[Any], name: str, is_fresh: bool, is_own: bool) -> None:
-        """Makes a variable of each of a call's results."""
+        """Makes a variable for each item of a call's result."""
         for i, value in enumerate(values):
             if not isinstance(value, (Tensor, tuple, list)):
                 continue

@@ -22,7 +22,8 @@ from torch_autobatch._compiled_tape import PRODUCT, ROWS
 _Part: TypeAlias = tuple[int, int, Tensor, Tensor | None, int]
 
 _MOST_MASKS = 16  # maximum number of sets of results that can have gradients
-_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # times the largest magnitude; else 5e-2
+# Tolerances as fractions of the largest magnitude.
+_TOLERANCES = {torch.float64: 1e-7, torch.float32: 1e-3}  # for other dtypes: 5e-2
 _SAMPLE = 2  # number of members that are compared with eager mode
 
 _known: dict[Any, Code | None] = {}
@@ -84,7 +85,7 @@ class Code:
             for mask in _masks(body)
         }
         whole = joints[max(joints)]
-        # A node of the forward part has the same name in all joint graphs.
+        # Each node of the forward part has one name, which is equal in all joint graphs.
         names = {node.name for joint in joints.values() for node in joint.saved()}
         saved = [node for node in whole.module.graph.nodes if node.name in names]
         if len(saved) < len(names):
@@ -144,7 +145,7 @@ class Code:
     def backward_as_traced(
         self, reached: int, saved: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> list[_Part]:
-        """Returns the same as ``backward``, but runs op by op, without compiled code."""
+        """Computes the parts that ``backward`` returns, op by op and without compiled code."""
         return self._backwards[reached].run_traced(saved, gradients)
 
     def masks(self) -> list[int]:
@@ -188,7 +189,7 @@ class _Backward:
                 pairs = zip(compiled(*given), self._module(*given), strict=True)
                 _compare("a gradient", pairs)
             self._compiled = compiled
-        except Exception as error:  # any error, as in compile_body
+        except Exception as error:  # the same errors as in compile_body
             self._failed = True
             _warn("the backward of a cell", error)
 
@@ -270,13 +271,13 @@ def _leaf(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def _some_numbers(like: Tensor) -> Tensor:
-    """Returns deterministic numbers. Does not use the random number generators."""
+    """Returns a tensor like ``like`` with fixed numbers. Uses no random number generator."""
     line = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
     return (line * 1.7 + 0.3).cos().to(like.dtype).reshape(like.shape)
 
 
 def _whole_gradients(parts: Sequence[_Part], body: _C.Body, members: int) -> dict[int, Tensor]:
-    """Returns the gradient of each operand. Combines the parts in the same way as the library."""
+    """Returns the gradient of each operand. Combines the parts as the C++ code does."""
     found: dict[int, Tensor] = {}
     for kind, slot, left, right, skip in parts:
         grad = left

@@ -21,9 +21,9 @@ from torch_autobatch import _C
 from torch_autobatch._compiled_tape import STACKED, WHOLE, Run
 from torch_autobatch._compiled_views import UnsupportedError
 
-_MEMBERS = 64  # the hint for n: Inductor optimizes for about this number
+_MEMBERS = 64  # Inductor optimizes the code for about this number of members
 
-_SHAPES = frozenset({"alias", "detach", "view", "_unsafe_view"})  # they keep the elements' order
+_SHAPES = frozenset({"alias", "detach", "view", "_unsafe_view"})  # they keep elements in order
 _VIEWS = _SHAPES | {
     *("as_strided", "expand", "permute", "select", "slice", "split", "split_with_sizes"),
     *("squeeze", "t", "transpose", "unbind", "unsqueeze"),
@@ -79,7 +79,7 @@ class Gradient(NamedTuple):
     kind: int
     slot: int
     output: int
-    other: int = -1  # index among the other factors; -1: none
+    other: int = -1  # index in `Joint.others`; -1: none
     output_first: bool = True
     skip: int = -1
 
@@ -108,7 +108,7 @@ class Joint:
         self.results = [_stripped(n, {"alias", "detach"}) for n in outputs[: ends[0]]]
         self.others = [_stripped(n, _SHAPES) for n in outputs[ends[0] : ends[1]]]
         self.outputs = outputs[ends[1] :]
-        self._after = set(self.tangents)  # tangents, and nodes computed from them
+        self._after = set(self.tangents)  # the tangents, and nodes that depend on tangents
         self._of_forward: set[fx.Node] = set()  # nodes before the first node in `_after`
         for node in nodes:
             if not self._after.isdisjoint(node.all_input_nodes):
@@ -150,7 +150,9 @@ class Joint:
                 kind = WHOLE if self._body.operands[slot].is_weight else STACKED
                 self.gradients.append(Gradient(kind, slot, len(outputs)))
                 outputs.append(grad)
-        places: dict[int, int] = {}  # by id of a use's output: a matrix and its bias share one
+        # Maps the id of a use's output to an index in `outputs`. A matrix and its bias share the
+        # index.
+        places: dict[int, int] = {}
         for use, grad in zip(run.uses, found[len(slots) :], strict=True):
             if grad is None:
                 continue
@@ -210,7 +212,10 @@ class Joint:
         return _part(self.module, self.operands, [*self.results, *saved], {})
 
     def backward(self, saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """Returns the graph from saved tensors and gradients of results to gradients."""
+        """Returns the graph that computes gradients of operands.
+
+        Its inputs are the saved tensors and the gradients of the results.
+        """
         counts = [node for node in self.module.graph.nodes if self._is_count(node)]
         return _part(
             self.module,
@@ -236,7 +241,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _stripped(node: fx.Node, names: Iterable[str]) -> fx.Node:
-    """Returns the node behind a chain of the ops in ``names``."""
+    """Skips ops in ``names``: follows their inputs, and returns the first node of another op."""
     while node.op == "call_function" and _name(node) in names:
         node = node.all_input_nodes[0]
     return node
@@ -271,7 +276,7 @@ def _part(
 ) -> fx.GraphModule:
     """Returns the graph that computes the outputs from the inputs.
 
-    `counts`: nodes whose value is n, and the input whose number of rows is n.
+    `counts`: maps each node whose value is n to an input that has n rows.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

@@ -17,8 +17,8 @@ from torch_autobatch._compiled_views import UnsupportedError, view
 # Kinds of operands' gradients. See CompiledSubgraph::Gradient::Kind (compiled_subgraph.h).
 STACKED, WHOLE, PRODUCT, ROWS = range(4)
 
-# Products with a weight: positions of the arguments that are the rows, the matrix [K, M] and the
-# bias (-1: no bias), and whether the matrix is transposed, [M, K].
+# For each product with a weight: the positions of three arguments (the rows, the matrix [K, M], and
+# the bias; -1: no bias), and whether the matrix is transposed, [M, K].
 _PRODUCTS: dict[str, tuple[int, int, int, bool]] = {
     "aten::linear": (0, 1, 2, True),
     "aten::addmm": (1, 2, 0, False),
@@ -29,12 +29,12 @@ _PRODUCTS: dict[str, tuple[int, int, int, bool]] = {
 
 @dataclass
 class Use:
-    """A use of a weight. Its gradient is computed from the output's gradient and another tensor."""
+    """A use of a weight. The output's gradient and another tensor give the weight's gradient."""
 
     kind: int
     slot: int
     output: Tensor
-    other: Tensor | None  # the other factor, or the indices
+    other: Tensor | None  # the other factor of the gradient, or the indices of the rows
     output_first: bool = True
     skip: int = -1
 
@@ -46,8 +46,9 @@ class Run:
     body: _C.Body
     collects: bool  # whether gradients of weights are collected as `uses`
     values: dict[int, Tensor] = field(default_factory=dict)
-    stacked: set[int] = field(default_factory=set)  # values whose first dimension is the members
-    weights: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by value: slot, transposed
+    stacked: set[int] = field(default_factory=set)  # values whose first dimension counts members
+    # Maps a weight's value to its slot and to whether the weight is transposed.
+    weights: dict[int, tuple[int, bool]] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -122,10 +123,10 @@ class Run:
         return out if value in self.stacked else out.expand(self.count, *out.shape)
 
     def _elementwise(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """Runs an elementwise op on stacked tensors. The last dimensions are those of a member."""
+        """Runs an elementwise op on stacked tensors, aligned at the last dimension of a member."""
         given = {o: self.values[o] for o in step.operands if o >= 0}
         if not step.is_elementwise or len({x.dtype for x in given.values()}) > 1:
-            return None  # type promotion differs between 0-dim tensors and others
+            return None  # type promotion treats 0-dim tensors differently
         rank = max(x.dim() - (o in self.stacked) for o, x in given.items())
         for o, x in given.items():
             if o in self.stacked and x.dim() <= rank:
@@ -133,7 +134,7 @@ class Run:
         return self.body.run(step.node, [given.get(o) for o in step.operands])
 
     def _joined(self, step: _C.BodyStep) -> Sequence[Tensor] | None:
-        """Concatenates tensors. functorch's rule would make the number of members a constant."""
+        """Runs `cat` or `stack`. functorch's rule would make the number of members a constant."""
         if step.op not in ("aten::cat", "aten::stack"):
             return None
         dim = self.body.arguments(step.node)[1]

@@ -37,7 +37,7 @@ def _refined(numel: int, strides: Sequence[int]) -> list[int] | None:
 def _starts(
     sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int], offset: int
 ) -> dict[int, int] | None:
-    """Returns the index of the element at the offset, in each dimension; None if there is none."""
+    """Returns the index in each dimension of the element at the offset; None if none is there."""
     start = dict.fromkeys(range(len(sizes)), 0)
     for d in dims:
         if strides[d] == 0:
@@ -62,12 +62,13 @@ def _matched(
     start = _starts(sizes, strides, free, offset)
     if start is None:
         return None
-    sources: list[int | None] = []  # for each dimension of the view; None: size 1, or expanded
+    # For each dimension of the view: the dimension of x, or None (size 1, or expanded).
+    sources: list[int | None] = []
     for size, stride in zip(to, to_strides, strict=True):
         if size == 1 or stride == 0:
             sources.append(None)
             continue
-        for d in free:  # find the largest stride that fits
+        for d in free:  # searches for the largest stride that fits
             step, rest = divmod(stride, strides[d])
             if rest == 0 and step > 0 and start[d] + (size - 1) * step < sizes[d]:
                 break

@@ -4,8 +4,9 @@ A check reads the truth value of a tensor. For one of the two truth values, the 
 error. ``batch()`` continues with the other truth value. The flush that computes the tensor performs
 the check. A check is deferred under two conditions. First, the statement must be an ``if`` or an
 ``assert`` whose failing branch ends with ``raise`` on every path. Second, no code between the
-statement and the block may catch the error. If this is not certain, the value is read immediately.
-Results are cached by code object and instruction (``csrc/python/deferred_checks.cpp``).
+statement and the block may catch the error. If either condition is uncertain, the value is
+read immediately. Results are cached by code object and instruction
+(``csrc/python/deferred_checks.cpp``).
 
 The statement may be in a caller. The function that reads the value returns the truth value
 (``return bool(valid.all())``), or returns the tested tensor early (``if not valid.all(): return
@@ -98,7 +99,7 @@ def check_at(
 def returned_at(
     code: types.CodeType, offset: int, method: str, module: dict[str, Any]
 ) -> tuple[bool | None, bool | None]:
-    """Returns two truth values of the tensor: those for which the function returns False and True.
+    """Returns the truth values of the tensor for which the function returns False and True.
 
     A truth value is None if the tensor alone does not determine the result.
     """
@@ -179,7 +180,7 @@ def _check_of(
     failing = _failing_branch(following)
     names = _names(code, failing)
     if names is None or name in names:
-        return False  # the variable's value differs from eager mode
+        return False  # the branch reads a variable whose value would differ from eager mode
     return Check(code, True, failing, names)
 
 
@@ -316,7 +317,7 @@ def _is_number(node: ast.expr) -> bool:
 
 
 def _failing_truth(statement: ast.If | ast.Assert) -> tuple[ast.expr, bool | None]:
-    """Returns the test, and the truth value that raises an error; None: neither value, or both."""
+    """Returns the test, and its truth value that raises an error; None: both or none do."""
     if isinstance(statement, ast.Assert):
         return statement.test, False
     raises, others = _only_raises(statement.body), _only_raises(statement.orelse)

@@ -62,7 +62,7 @@ class Engine(Generic[_R]):
         max_queue: maximum sum of the costs of waiting requests. Further requests are refused.
         max_delay: seconds that a request waits for other requests if none is running. 0 is usually
             best, because running requests form batches.
-        cost: computes the cost of a request from its arguments (tokens, nodes). None: 1.
+        cost: computes the cost of a request from its arguments (tokens, nodes). None: all cost 1.
         grad: whether gradients are recorded. False: requests run under ``inference_mode``.
         granularity: as for ``batch``.
         slice_time: intended duration of a slice, in seconds. A single batch may take longer.
@@ -299,7 +299,7 @@ class Engine(Generic[_R]):
             strict: as for ``load_state_dict``.
 
         Returns:
-            A future of None, or with the exception of ``load_state_dict``.
+            A future. Its result is None, or its exception is that of ``load_state_dict``.
 
         Raises:
             ValueError: if ``in_flight`` is invalid, or if ``module`` is None and ``fn`` uses no
@@ -331,7 +331,7 @@ class Engine(Generic[_R]):
             restart: end running requests, except streams, and restart them after the action.
 
         Returns:
-            A future of None, or with the exception that ``action`` raised.
+            A future. Its result is None, or its exception is the one that ``action`` raised.
 
         Raises:
             RuntimeError: if the engine was shut down.

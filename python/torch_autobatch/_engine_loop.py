@@ -48,7 +48,7 @@ class Options:
 
 
 class _Outcome:
-    """The outcome of a request. The future receives it after the fiber has been left."""
+    """The outcome of a request, which the future receives after the fiber has been left."""
 
     __slots__ = ("error", "request", "result")
 
@@ -71,16 +71,16 @@ class Loop:
         self.lock = threading.Lock()
         self.news = threading.Condition(self.lock)
         self.queue = RequestQueue()  # protected by the lock
-        self.closing = False  # no more requests are accepted; protected by the lock
+        self.closing = False  # if true, no requests are accepted; protected by the lock
         self.failure: BaseException | None = None  # the error that ended the loop
-        self.turns = 0  # iterations of the loop, for the watchdog
+        self.turns = 0  # number of iterations of the loop, for the watchdog
         self.is_idle = True
-        self.report = Report()  # the state at the last `take_report`
+        self.report = Report()  # the report that the last `take_report` made
         self._posts: deque[Callable[[], object]] = deque()
         self._between: deque[tuple[Callable[[], object], bool]] = deque()
         self._function = function
         self._yields = yields
-        self._live: dict[int, Request] = {}  # by number of the request
+        self._live: dict[int, Request] = {}  # maps the number of a running request to the request
         self._live_cost = 0.0
         self._start_time = 0.0  # mean seconds from a request's start until it waits or ends
         self._outcomes: list[_Outcome] = []
@@ -227,7 +227,7 @@ class Loop:
         for item in items:
             make_real(item)
             if not channel.put(item):
-                _C.wait_in_fiber(request)  # waits until the reader takes items
+                _C.wait_in_fiber(request)  # suspends the fiber until the reader takes items
         return None
 
     def _step(self) -> bool:

@@ -78,13 +78,13 @@ class Request:
         self.cost = cost
         self.seed = seed
         self.channel: Channel | None = None
-        self.fiber = 0  # the server's number for the fiber
+        self.fiber = 0  # number by which the server identifies the fiber
         self.has_ended = False
 
     def let_go(self) -> None:
         """Marks the request as ended and drops its arguments.
 
-        The list of deadlines may keep the request alive for a long time.
+        The list of deadlines may keep the request itself alive for a long time.
         """
         self.has_ended = True
         self.args = ()
@@ -114,7 +114,7 @@ class Request:
                 future.set_exception(error)
             else:
                 future.set_result(result)
-        except InvalidStateError:  # another thread has just cancelled it
+        except InvalidStateError:  # another thread has just cancelled the future
             future.set_running_or_notify_cancel()
         if self.channel is not None:
             self.channel.end(error)
@@ -157,7 +157,7 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
-        self._num_ended = 0  # ended requests in the heap
+        self._num_ended = 0  # number of ended requests in the heap
         self._deadlines: list[tuple[float, int, Request]] = []  # also of running requests
         self.cost = 0.0
 
@@ -170,7 +170,7 @@ class RequestQueue:
             heapq.heappush(self._deadlines, (request.deadline, request.number, request))
 
     def first(self) -> Request | None:
-        """Returns the next request to start. It stays in the queue."""
+        """Returns the next request to start, without removing the request from the queue."""
         self._drop_ended()
         return self._heap[0][2] if self._heap else None
 
@@ -203,7 +203,7 @@ class RequestQueue:
             self._num_ended -= 1
 
     def expired(self, now: float) -> list[Request]:
-        """Removes passed deadlines. Returns those of their requests that have not ended."""
+        """Removes deadlines that have passed. Returns their requests that have not ended."""
         late: list[Request] = []
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].has_ended):
             request = heapq.heappop(self._deadlines)[2]
@@ -297,8 +297,8 @@ class Channel:
 class Stream(Iterator[Any], AsyncIterator[Any]):
     """Iterates over the items that a request yields, with ``for`` or ``async for``.
 
-    ``close()``, or deleting the stream, ends the request. Cancelling a task that waits for
-    an item also ends it.
+    ``close()``, or deleting the stream, ends the request. Cancelling a task that waits for an item
+    also ends the request.
     """
 
     def __init__(self, request: Request, channel: Channel) -> None:
@@ -350,7 +350,7 @@ class Stream(Iterator[Any], AsyncIterator[Any]):
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a result. They must be computed before the user gets the result."""
+    """Returns the tensors of a result, which must be computed before the user gets the result."""
     if isinstance(result, torch.Tensor):
         return [result]
     if result is None or isinstance(result, (int, float, str, bytes)):

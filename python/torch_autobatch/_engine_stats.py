@@ -27,8 +27,8 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 class Stats:
     """Counters and times of an engine.
 
-    Only the engine's thread writes them. The exceptions are ``submitted`` and ``rejected``, which
-    any thread may write while it holds the loop's lock.
+    Only the engine's thread writes the fields. The exceptions are ``submitted`` and ``rejected``,
+    which any thread may write while it holds the loop's lock.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Stats:
         self.cancelled = 0
         self.timed_out = 0
         self.slices = 0
-        self.idle = self.in_slices = self.in_code = 0.0  # seconds
+        self.idle = self.in_slices = self.in_code = 0.0  # times in seconds
         self.began = time.monotonic()
         self._waits: deque[float] = deque(maxlen=_KEPT)
         self._latencies: deque[float] = deque(maxlen=_KEPT)
@@ -69,7 +69,7 @@ class Stats:
         """Returns shares of the time since the start.
 
         "slices": batches run. "code": the code of requests runs, and its ops are captured. "idle":
-        the thread waits. "loop": the rest.
+        the thread waits. "loop": the remaining time.
         """
         every = max(time.monotonic() - self.began, 1e-9)
         parts = {"slices": self.in_slices, "code": self.in_code, "idle": self.idle}

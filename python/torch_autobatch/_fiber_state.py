@@ -65,7 +65,7 @@ class _Swapped(threading.local):
         """Makes the calls ``wanted`` the active ones.
 
         Takes the tensors of all other calls out of their modules, and puts the tensors of
-        ``wanted`` back in.
+        the calls ``wanted`` back into their modules.
         """
         same = 0
         for ours, theirs in zip(self.accessors, wanted, strict=False):
@@ -91,7 +91,7 @@ class _Accessor(NamedMemberAccessor):
     def swap_tensors_dict(
         self, named_tensors: dict[str, torch.Tensor], allow_missing: bool = False
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
-        if self.outer is not None:  # the end of the call
+        if self.outer is not None:  # the call ends, and swaps the tensors back
             if self in _swapped.accessors:
                 _swapped.remove(self)
             return super().swap_tensors_dict(named_tensors, allow_missing)

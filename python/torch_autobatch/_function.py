@@ -27,7 +27,7 @@ _CONSTANTS = (
 )
 
 # Maximum number of `_Way`s kept for one class. If each call has different constants (a float that
-# changes), all are dropped when the maximum is reached.
+# changes), all `_Way`s are dropped when the maximum is reached.
 _MOST_WAYS = 1024
 
 
@@ -37,13 +37,13 @@ class _Way:
     def __init__(self, number: int) -> None:
         self.number = number
         self.reason = ""  # why the calls can't be batched; "" if they can
-        self.raised = False  # the last trial raised an error
-        self.single = True  # one tensor is returned, rather than a tuple
-        self.tried: Any = None  # last trial: argument shapes and dtypes, attributes of ctx
+        self.raised = False  # whether the last trial raised an error
+        self.single = True  # whether the calls return one tensor, and not a tuple
+        self.tried: Any = None  # of the last trial: argument shapes and dtypes, attributes of ctx
 
 
 class Call:
-    """A class and its non-tensor arguments. Objects that may run the call later keep it alive."""
+    """A call: its class and non-tensor arguments. Objects that may run the call later hold it."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ def _has_rule(function: type[Function]) -> bool:
 
 
 def _key(argument: Any) -> Hashable:
-    """Returns a key that is equal only for equal arguments. All tensors have one key.
+    """Returns a key that is equal only for equal arguments. All tensors have the same key.
 
     Raises:
         _DeclinedError: if the argument may change before the call runs.
@@ -149,7 +149,7 @@ class _Variables:
 
     @contextmanager
     def bound(self) -> Iterator[None]:
-        """Sets the variables to these values inside the ``with``."""
+        """Sets the variables to the stored values inside the ``with``."""
         changed = []
         for cell, contents in self._cells:
             try:
@@ -173,7 +173,7 @@ def _key_of_variable(contents: Any) -> Hashable:
     if isinstance(contents, torch.nn.Module) or _holds_tensor(contents):
         raise _DeclinedError("a variable is a tensor or a module")
     if isinstance(contents, FunctionType | BuiltinFunctionType | ModuleType | type):
-        return weakref.ref(contents)  # weak, because `super()` in a class refers to the class
+        return weakref.ref(contents)  # the class may refer to itself through `super()`
     return _key(contents)
 
 
@@ -315,5 +315,5 @@ def _holds_tensor(value: Any) -> bool:
 def _are_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # raised by an attribute's own `__eq__`
+    except Exception:  # an attribute's own `__eq__` raised an error
         return False

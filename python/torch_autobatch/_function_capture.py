@@ -46,10 +46,11 @@ class Call:
         self.context = Context()
         self.context._forward_cls = function
         self.context.needs_input_grad = tuple(needs)
-        self._outputs: list[tuple[Any, ...] | None] = []  # shape, dtype, device; None: no tensor
+        self._outputs: list[tuple[Any, ...] | None] = []  # (shape, dtype, device), or None
         self.differentiable: list[int] = []  # the outputs that have a gradient
         self._saved: list[tuple[str, Any]] = []
-        self._real: dict[int, Tensor] = {}  # by argument index: saved tensors that are not pending
+        # Maps the index of a tensor argument to the tensor, if it was saved and is not pending.
+        self._real: dict[int, Tensor] = {}
         self.shares_memory = False
 
     def note_outputs(self, outputs: list[Any]) -> list[Tensor]:
@@ -96,11 +97,11 @@ class Call:
     def holds_history(self) -> bool:
         """Whether ctx holds an autograd graph that forward created (`with torch.enable_grad()`).
 
-        Backward may differentiate this graph, which must not be part of the same record.
+        Backward may differentiate this graph, so the graph must not belong to the call's record.
         """
         held: list[Any] = [tensor for kind, tensor in self._saved if kind == "other"]
         held += [value for name, value in vars(self.context).items() if name not in _OWN]
-        for value in held:  # the loop appends to it
+        for value in held:  # the loop appends to `held`
             if isinstance(value, list | tuple):
                 held += value
             elif isinstance(value, dict):
@@ -158,7 +159,7 @@ class Call:
         return self._checked(found if isinstance(found, tuple) else (found,))
 
     def _checked(self, found: tuple[Any, ...]) -> list[Tensor | None]:
-        """Checks the gradients as autograd does. Returns the gradients of the tensor arguments."""
+        """Raises autograd's errors for wrong gradients. Returns gradients of tensor arguments."""
         name, expected = f"{self.function.__name__}Backward", len(self._is_tensor)
         if len(found) > expected and all(g is None for g in found[expected:]):
             found = found[:expected]
@@ -250,7 +251,7 @@ def _find_why(function: type[Function]) -> str:
         return "custom autograd.Function with a vjp and a backward staticmethod"
     module = function.__module__
     if module.partition(".")[0] == "torch" and module != "torch.utils.checkpoint":
-        return "autograd.Function of PyTorch itself"  # PyTorch needs its autograd node
+        return "autograd.Function of PyTorch itself"  # PyTorch needs the class's own node
     methods: list[Any] = [function.forward, function.setup_context]
     if any("mark_dirty" in m.__code__.co_names for m in methods if hasattr(m, "__code__")):
         return "custom autograd.Function that writes to its arguments"

@@ -61,7 +61,7 @@ class _Argument:
     Attributes:
         tensor: replaces the argument in the call.
         leaf: the leaf where the history of ``tensor`` begins; None if the argument requires grad.
-        key: the key of ``leaf`` in ``_Block.leaves``; None if it is not there.
+        key: the key of ``leaf`` in ``_Block.leaves``; None if ``leaf`` is not in it.
     """
 
     def __init__(self, tensor: torch.Tensor, depth: int) -> None:
@@ -142,7 +142,7 @@ def _captured_grad_and_value(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Replaces ``torch.func.grad_and_value`` and ``grad``. Uses autograd, which is captured."""
+    """Replaces ``torch.func.grad_and_value`` and ``grad``. Calls ``autograd.grad`` instead."""
     if not _C.captures():
         return _grad_and_value(func, argnums, has_aux, args, kwargs)
     flat, spec = _pytree.tree_flatten(eager_transforms._slice_argnums(args, argnums, as_tuple=True))
@@ -201,7 +201,7 @@ def _keeps_history(
 
 
 def end_block() -> None:
-    """Drops the leaves. A leaf lives longer than its block only if the program refers to it."""
+    """Drops the leaves. After the block, a leaf stays alive only if the program refers to it."""
     if _block.leaves:
         _block.leaves.clear()
 

@@ -1,7 +1,7 @@
 """Computes a number that identifies the code that a block or a map can call.
 
-One place of a program may open blocks for many models, for example a function that times each of
-them. The timing trials of one model must not affect another model
+One place of a program may open blocks for many models, for example a function that times each
+model. The timing trials of one model must not affect another model
 (``csrc/autobatch/scope/trials.h``).
 """
 
@@ -38,7 +38,7 @@ def of_function(function: Any) -> int:
 def _number(values: Iterable[Any], flags: Iterable[Any]) -> int:
     try:
         return hash(frozenset((*_behind(values), *flags))) & ((1 << 64) - 1)
-    except Exception:  # an object that can't be inspected: a proxy of a dead object
+    except Exception:  # the object can't be inspected, as a proxy of a dead object
         return 0
 
 
@@ -58,6 +58,6 @@ def _behind(values: Iterable[Any]) -> set[int]:
         if isinstance(value, types.FunctionType):
             ids.add(id(value.__code__))
         queue.extend((x, is_near) for x in _next_behind(value))
-        if is_near and not callable(value):  # attributes of a trainer or an example
+        if is_near and not callable(value):  # searches the attributes of a trainer or an example
             queue.extend((x, False) for x in getattr(value, "__dict__", {}).values())
     return ids

@@ -27,7 +27,7 @@ _BY_THE_CORE = (
 
 def leave_to_python(function: Any) -> None:
     """Excludes a function and its nested functions. Functions that it calls may be compiled."""
-    function._torchdynamo_disable = True  # torch.compiler.disable sets this too
+    function._torchdynamo_disable = True  # torch.compiler.disable sets this attribute too
     if set_code_exec_strategy is None:
         return
     for code in _codes(function.__code__):
@@ -47,9 +47,9 @@ def leave_package_to_python() -> None:
 
 def _functions(names: Any, module: str) -> Iterator[types.FunctionType]:
     for value in list(names.values()):
-        value = getattr(value, "__wrapped__", value)  # unwraps lru_cache
-        value = getattr(value, "__func__", value)  # unwraps classmethod
-        value = getattr(value, "fget", value)  # unwraps property
+        value = getattr(value, "__wrapped__", value)  # the function in an lru_cache
+        value = getattr(value, "__func__", value)  # the function in a classmethod
+        value = getattr(value, "fget", value)  # the function in a property
         if getattr(value, "__module__", None) != module:
             continue
         if isinstance(value, types.FunctionType):

@@ -1,4 +1,4 @@
-"""Logging: a record for each flush, through the logger ``torch_autobatch``.
+"""Logs flushes and blocks, through the logger ``torch_autobatch``.
 
 The environment variable ``TORCH_AUTOBATCH_LOG`` sets the level. WARNING logs early flushes, INFO
 also logs each block, and DEBUG logs every flush. If the variable is set, records go to stderr,

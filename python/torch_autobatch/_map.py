@@ -107,7 +107,7 @@ def map(
             for ``batch``.
 
     Returns:
-        The results, in the order of the instances. They may be any objects. Tensors have the
+        The results, in the order of the instances. Results may be any objects. Tensors have the
         shapes, values and autograd history that they would have in a loop.
 
     Raises:
@@ -347,7 +347,8 @@ def _request(
 ) -> _Request | None:
     """Returns the request of a call, or None if PyTorch may reject the call.
 
-    A call without a request runs alone. If PyTorch rejects it, only this instance gets the error.
+    A call without a request runs alone. If PyTorch rejects the call, only this instance gets the
+    error.
     """
     roots = _as_list(tensors)
     gradients = [None] * len(roots) if grad_tensors is None else _as_list(grad_tensors)

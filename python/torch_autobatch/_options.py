@@ -14,8 +14,8 @@ def check_choice(call: str, name: str, value: object, choices: Collection[str]) 
     """Checks that a value is one of the strings ``choices``.
 
     Raises:
-        TypeError: if it is not a string.
-        ValueError: if it is another string.
+        TypeError: if the value is not a string.
+        ValueError: if the value is a string that is not in ``choices``.
     """
     expected = ", ".join(repr(choice) for choice in choices)
     if not isinstance(value, str):
@@ -28,7 +28,7 @@ def check_truths(call: str, values: Mapping[str, object], *, or_none: Collection
     """Checks that each value equals True or False. Values named in ``or_none`` may be None.
 
     Raises:
-        TypeError: if a value is something else.
+        TypeError: if a value does not equal True or False and must not be None.
     """
     for name, value in values.items():
         if value is True or value is False or (value is None and name in or_none):
@@ -42,8 +42,8 @@ def check_count(call: str, name: str, value: object) -> None:
     """Checks a limit: an integer of at least 1, or None.
 
     Raises:
-        TypeError: if it is neither an integer nor None.
-        ValueError: if it is less than 1.
+        TypeError: if the value is neither an integer nor None.
+        ValueError: if the value is less than 1.
     """
     if value is None:
         return
@@ -61,7 +61,7 @@ def check_decorated(call: str, function: Callable[..., Any]) -> None:
     """Checks the function that a block decorates. ``call``: the name of the decorator.
 
     Raises:
-        TypeError: if it is not a function, or is an async one.
+        TypeError: if ``function`` is not a function, or is an async function.
     """
     if isinstance(function, _DESCRIPTORS):
         kind = type(function).__name__

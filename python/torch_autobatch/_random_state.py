@@ -13,7 +13,7 @@ States = list[tuple[Any, tuple[int, ...], Tensor]]
 
 
 def random_states() -> States:
-    """Returns the current states. ``restore`` takes them."""
+    """Returns the current states, which ``restore`` can set again."""
     states: States = [(torch, (), torch.get_rng_state())]
     module = _module_of_accelerator()
     if module is not None:
@@ -25,13 +25,13 @@ def random_states() -> States:
 
 
 def restore(states: States) -> None:
-    """Sets the states, so that the same random numbers are drawn again."""
+    """Sets the states. The generators then draw the same random numbers again."""
     for module, device, state in states:
         module.set_rng_state(state, *device)
 
 
 def differ(before: States, after: States) -> bool:
-    """Whether random numbers have been drawn between the two states."""
+    """Whether random numbers were drawn after ``before`` was read and before ``after`` was."""
     return len(before) != len(after) or any(
         not torch.equal(a[-1], b[-1]) for a, b in zip(before, after, strict=True)
     )

@@ -107,7 +107,7 @@ class PauseReport:
 
     Attributes:
         site: the line.
-        count: number of pauses there.
+        count: number of pauses at this line.
         calls: number of calls of functions and modules that ran eagerly until capture resumed.
         measured: the whole block or map ran eagerly, because timing trials showed that this is
             faster.
@@ -146,7 +146,7 @@ class TraceReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a block captured and how it ran. ``print`` shows the verdict, advice and a table.
+    """Facts on what a block captured and ran. ``print`` shows the verdict, advice and a table.
 
     A report contains only plain Python objects. It can be pickled and compared.
 
@@ -199,7 +199,7 @@ class Report:
 
     @classmethod
     def from_dict(cls, facts: Mapping[str, Any]) -> "Report":
-        """Returns the report for the result of ``to_dict``."""
+        """Makes a report from the result of ``to_dict``."""
         rows = {
             "signatures": SignatureReport,
             "flushes": FlushReport,
@@ -239,7 +239,7 @@ class Report:
         return findings(self)
 
     def table(self) -> str:
-        """Returns a table with a row for each op and source line, in descending launches."""
+        """Returns a table with a row for each op and source line, by descending launches."""
         from torch_autobatch._report_text import table
 
         return "\n".join(table(self))
@@ -248,8 +248,8 @@ class Report:
         """Writes the report to a file, in the format of the file's suffix.
 
         ``.html`` is a page for a browser, ``.txt`` the printed report, ``.json`` a trace for
-        Perfetto or chrome://tracing, ``.dot`` the graph of batches for Graphviz. The last two, and
-        the timeline of the page, need ``batch(profile=True)``.
+        Perfetto or chrome://tracing, ``.dot`` the graph of batches for Graphviz. The suffixes
+        ``.json`` and ``.dot``, and the timeline of the page, need ``batch(profile=True)``.
 
         Raises:
             ValueError: if the suffix is not supported, or the format needs ``profile=True``.

@@ -22,7 +22,7 @@ class Finding:
 
     Attributes:
         what: a description: "float(): 40 early flushes".
-        remedy: what to do about it.
+        remedy: what to do about the cause.
         site: the source line: "/home/me/train.py:30".
         launches: estimated number of additional launches due to the cause.
     """
@@ -53,7 +53,7 @@ def verdict(report: "Report", found: Sequence[Finding]) -> list[str]:
     if report.nodes == 0 and report.pauses and report.pauses[0].measured:
         return [_of_measured(report.pauses[0].site), ""]
     others = sum(row.count for row in report.at_once if is_lost(row))
-    paused = sum(pause.calls for pause in report.pauses)  # approximates the number of ops
+    paused = sum(pause.calls for pause in report.pauses)  # approximates the number of paused ops
     if report.nodes == 0:
         return [_of_nothing(report, others), "", *(_worst(finding) for finding in found[:1])]
     alone = sum(row.alone for row in report.signatures)

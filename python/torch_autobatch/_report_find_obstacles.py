@@ -26,8 +26,8 @@ def obstacles(report: "Report") -> list[Obstacle]:
     )
     if report.backward_calls > 1 and not any("backward()" in one.what for one in found):
         found.append(_backward_in_the_loop(report))
-    # An op that runs eagerly also flushes its operands. Both have the same cause, which is reported
-    # only once.
+    # An op that runs eagerly also flushes its operands. The eager op and the flush have the same
+    # cause, which is reported only once.
     known: dict[tuple[str, str], Obstacle] = {}
     for one in found:
         known.setdefault((one.cause or one.what, one.site), one)
@@ -66,7 +66,7 @@ def _early_flushes(report: "Report") -> Iterator[Obstacle]:
         cost = math.ceil(spare * batches / early) if early else 0
         count = sum(f.count for f in flushes)
         # Pauses that reads at this line caused. If a line has several causes, the pause is assigned
-        # to the most frequent one.
+        # to the most frequent cause.
         paused = [pauses.pop(site) for site in {f.site for f in flushes} if site in pauses]
         calls = sum(pause.calls for pause in paused)
         yield Obstacle(

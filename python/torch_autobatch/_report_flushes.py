@@ -108,7 +108,7 @@ def _may_be_caught(spot: Spot) -> bool:
         if isinstance(statement, ast.With):
             managers = [ast.unparse(item.context_expr) for item in statement.items]
             if any("batch(" in manager for manager in managers):
-                return False  # handlers outside the block don't count
+                return False  # handlers outside the block are not relevant
             if not all(manager.startswith("torch.") for manager in managers):
                 return True
     return False
@@ -184,7 +184,7 @@ def _read(reason: str, spot: Spot, via: str) -> Cause:
     for tests in [[*_READS, *more]] if spot.position else [_READS, more]:
         for node in nodes:
             if is_tested and _is_logical(node):
-                continue  # only a part of the `if` condition
+                continue  # the node is only a part of the `if` condition
             for what, remedy, is_here in tests:
                 if is_here(node):
                     return Cause(what, remedy)
@@ -215,7 +215,7 @@ def _is_logical(node: ast.AST) -> bool:
 
 
 def _named(what: str, spot: Spot) -> str:
-    """Puts the name of the enclosing call before a cause, if there is one."""
+    """Puts the name of the enclosing call before a cause, if a call encloses the spot."""
     for node in nodes_at(spot) if spot.position else []:
         if isinstance(node, ast.Call):
             return f"{called(node)[1] or ast.unparse(node.func)}(), {what}"
@@ -279,7 +279,7 @@ _COMPILED = Cause(
     "call the compiled function outside the block, or call the original function inside the block",
 )
 
-# Causes by the reason that the core reports.
+# For each pattern of the reason that the core reports: the cause.
 _BY_REASON = [
     (r"^requires_grad_\(\)|.* on a tensor that requires_grad_\(\) made a leaf", _REQUIRES_GRAD),
     (r".* on a view made under no_grad\(\)", _LEAF_VIEW),
@@ -320,7 +320,8 @@ _BY_REASON = [
     (r"has a forward-mode gradient", Cause("a forward-mode gradient (jvp)", _TRANSFORM.remedy)),
 ]
 
-# Causes by the functions of Python and PyTorch that the line called, separated by spaces.
+# For each pattern of the functions of Python and PyTorch that the line called, separated by spaces:
+# the cause.
 _BY_VIA = [
     (r"torch\.utils\.checkpoint\.", _CHECKPOINT),
     (r"torch\.(_functorch|autograd\.forward_ad)\.", _TRANSFORM),
@@ -366,7 +367,7 @@ _TEXTS: list[tuple[str, Test]] = [
     ("a % format", is_percent),
 ]
 
-# Cause, remedy, and a test that recognizes it in the syntax tree.
+# Each entry contains a cause, a remedy, and a test that recognizes the cause in the syntax tree.
 _PRINTING: list[tuple[str, str, Test]] = [
     ("print", _AFTER_BLOCK, is_call("print", "pprint")),
     ("a logger", _AFTER_BLOCK, is_log),

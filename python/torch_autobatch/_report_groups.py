@@ -19,9 +19,9 @@ class Group:
     op: str
     site: str
     rows: list["SignatureReport"] = dataclasses.field(default_factory=list)
-    seconds: float = 0.0  # time of the forward batches
+    seconds: float = 0.0  # total time of the forward batches
     backward_seconds: float = 0.0
-    bytes: int = 0  # size of the results
+    bytes: int = 0  # total size of the results
 
     @property
     def instances(self) -> int:

@@ -14,13 +14,13 @@ class Obstacle:
 
     Attributes:
         what: the cause: "float()", "weights of matmul".
-        remedy: what to do about it.
+        remedy: what to do about the cause.
         site: the source line.
         says: formats the obstacle as a sentence.
         detail: a detail of the first occurrence: "(16)".
         count: number of occurrences: flushes, calls or ops.
         launches: estimated number of additional launches due to the obstacle.
-        ran: number of launches or calls made, if the sentence states it; else 0.
+        ran: number of launches or calls made, if the sentence states this number; else 0.
         cause: a key for the cause, if ``what`` does not identify it. Obstacles of one line with the
             same key are added.
     """

@@ -140,10 +140,10 @@ def example(trace: "TraceReport", lane_of: dict[int, int]) -> dict[str, Any]:
 
 
 def _deepest(trace: "TraceReport") -> int | None:
-    """Returns the op with the longest chain of inputs. If there are several, returns the last one.
+    """Returns the op with the longest chain of inputs, or the last of several such ops.
 
     A flush may contain only a part of an instance, so the last op of the trace may have a short
-    chain. Considers only ops that ran in batches of several ops, if there are any.
+    chain. If some ops ran in batches of several ops, only these ops are considered.
     """
     members = collections.Counter(trace.batch_of_node)
     depths: list[int] = []

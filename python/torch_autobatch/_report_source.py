@@ -1,8 +1,8 @@
 """Finds the expressions in the user's source that a report names as causes.
 
-The core reports the line of an instruction and its position there, from ``code.co_positions()``.
-Only expressions and statements that contain the instruction are causes. The rest of the line is
-not.
+The core reports the line of an instruction and its position in the line, both from
+``code.co_positions()``. Only expressions and statements that contain the instruction are causes.
+Other expressions in the line are not causes.
 """
 
 import ast
@@ -19,9 +19,9 @@ class Spot(NamedTuple):
     """An instruction of the program.
 
     Attributes:
-        site: its source line: "model.py:12".
-        position: its position: the number of further lines, the first and the last column, 16 bits
-            each. 0 if unknown.
+        site: the source line of the instruction: "model.py:12".
+        position: the position in this line. It consists of the number of further lines, the first
+            column and the last column, with 16 bits for each number. 0 if unknown.
     """
 
     site: str
@@ -53,7 +53,7 @@ def _tree(path: str) -> ast.Module | None:
 
 
 def nodes_at(spot: Spot) -> list[ast.AST]:
-    """Returns the nodes that contain the instruction, from the innermost to its statement.
+    """Returns the nodes that contain the instruction, from the innermost node to the statement.
 
     If the position is not known, returns all nodes of the line, innermost first.
     """
@@ -78,7 +78,7 @@ def around(spot: Spot) -> list[ast.stmt]:
     inner = max((i for i, node in enumerate(way) if isinstance(node, functions)), default=-1)
     statements = [node for node in way[inner + 1 :] if isinstance(node, ast.stmt)]
     if spot.position:
-        statements.pop()  # the instruction's own statement
+        statements.pop()  # removes the instruction's own statement
     return statements[::-1]
 
 
@@ -99,7 +99,7 @@ def _way_to(tree: ast.Module, spot: Spot) -> list[ast.AST]:
 
 
 def _extent(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Returns the first and last (line, column) of a node, or None if it has no position.
+    """Returns the first and last (line, column) of a node, or None if it is unknown.
 
     A node without a position has the extent of its children.
     """
@@ -151,7 +151,7 @@ def is_function(*names: str) -> Test:
 
 def is_log(node: ast.AST) -> bool:
     owner, name = called(node)
-    if name == "log":  # tensors have a method `log` too
+    if name == "log":  # tensors have a method `log` too, so the owner is tested
         return re.search(r"log|wandb|run$|^self$|trainer|accelerator", owner) is not None
     methods = ("debug", "info", "warning", "error", "log_dict", "log_metrics", "add_scalar")
     return name in methods and owner != ""

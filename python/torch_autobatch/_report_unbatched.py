@@ -53,7 +53,8 @@ def _of_call(
 ) -> Obstacle | None:
     instances = sum(row.instances for row in rows)
     launches = sum(row.launches for row in rows)
-    # One line may call several layers of a model. They run one after the other, in full batches.
+    # One line may call several layers of a model. The layers run one after the other, in full
+    # batches.
     is_full = instances >= 2 * launches and instances >= largest / 2 * launches
     if len(rows) < 2 or instances >= 8 * launches or is_full:
         return None
@@ -69,7 +70,7 @@ def _of_call(
     what, detail = differs
     remedy = _of_constants(group.op, detail) if what == "constants" else _REMEDIES[what]
     if group.op.endswith(".apply"):
-        detail = ""  # it is an internal number
+        detail = ""  # the number in the detail is internal
     return Obstacle(
         f"{what} of {name_of(group.op)}",
         remedy,
@@ -105,7 +106,7 @@ def _differences(rows: Sequence["SignatureReport"]) -> Iterator[tuple[str, str]]
 
 
 def _of_constants(op: str, detail: str) -> str:
-    """Returns the remedy. If an overload of the op accepts a tensor, the remedy is to pass one."""
+    """Returns the remedy for different constants: to pass a tensor, if an overload accepts one."""
     namespace, _, name = op.partition("::")
     argument = detail.removeprefix(" (").partition("=")[0]
     if op.endswith(".apply"):
@@ -133,7 +134,7 @@ def _different_constants(rows: Sequence["SignatureReport"]) -> list[str]:
     return []
 
 
-_NOT_FASTER = "would not be faster"  # part of the note of a rule that loops on purpose
+_NOT_FASTER = "would not be faster"  # the note of a rule that loops on purpose has this text
 
 
 def _loops(report: "Report") -> Iterator[Obstacle]:

@@ -69,7 +69,7 @@ class Collector:
 def run(
     program: str, arguments: list[str], save: str | None = None, *, module: bool = False
 ) -> None:
-    """Runs a program as ``python program arguments`` does. At its end, prints advice to stderr.
+    """Runs a program as ``python program arguments`` does. Then prints advice to stderr.
 
     Args:
         program: the path of a script, or the name of a module if ``module`` is true, as in

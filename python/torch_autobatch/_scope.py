@@ -48,7 +48,7 @@ _POLICIES = tuple(_C.policy_names())
 _GRANULARITIES = ("auto", "cell", "op")
 # The default of `enabled`, then the defaults of all other options in the order of `options`.
 _STANDARD = (True, "auto", None, False, "auto", False, None, None, False)
-ADAPTIVE = True  # value of batch(adaptive=None)
+ADAPTIVE = True  # the meaning of batch(adaptive=None)
 # PyTorch 2.15 has a further parameter: the name of the context manager.
 _NAME = ("batch",) * ("ctx_name" in inspect.signature(_wrap_generator).parameters)
 
@@ -106,7 +106,8 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             blocks for which measurements showed that eager execution is faster. The report names
             the places. None: the same as True. False: always defer.
         profile: record the times of each batch, its results and its inputs, for the times in
-            ``report()`` and for ``report().save("batches.html")``. Costs a few percent.
+            ``report()`` and for ``report().save("batches.html")``. A block then takes a few percent
+            more time.
 
     Raises:
         ValueError: if ``policy`` or ``granularity`` is not known, or ``max_pending`` is less than
@@ -122,13 +123,13 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
 
     _enabled: bool
     _options: dict[str, Any]  # all options except `enabled`, as the user gave them
-    # For each nested entry: whether ops ran eagerly before it. None for an outermost block.
+    # For each nested entry: whether ops ran eagerly before the entry. None for an outermost block.
     _eager_before: list[bool | None]
     _open: list[_C.Scope | None]
     _last: _C.Scope | None
     _roots: list[torch.Tensor]
     _gradients: list[torch.Tensor | None]
-    _stretches: "_blocks.Stretches | None"  # blocks of the same generator call, if decorated
+    _stretches: "_blocks.Stretches | None"  # blocks of the same decorated generator's call
 
     # There is no `__init__`, because a decorator without parentheses returns a function and not a
     # block.
@@ -202,7 +203,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             if is_inner:
                 try:
                     _blocks.warn_of_options(scope.options, options)
-                except BaseException:  # warnings are errors
+                except BaseException:  # the program turns warnings into errors
                     scope.exit(discard_errors=True)
                     raise
         self._eager_before.append(_C.set_eager(not self._enabled) if is_inner else None)
@@ -224,7 +225,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         if eager_before is not None:
             _C.set_eager(eager_before)
         roots, gradients = self._roots, self._gradients
-        if not self._open:  # also if the block raised an error
+        if not self._open:  # the outermost block ended, with or without an error
             self._roots, self._gradients = [], []
             end_block()
         if scope is not None:
@@ -235,7 +236,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
             try:
                 scope.exit(discard_errors=error is not None)
             except Exception as failed:
-                if failed is not error:  # `error` itself propagates without `raise`
+                if failed is not error:  # Python raises `error` itself again
                     raise
             finally:
                 if eager_before is None:
@@ -277,7 +278,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         return wrapped
 
     def _fresh(self, stretches: "_blocks.Stretches | None" = None) -> "batch":
-        """Returns a new block with the same options."""
+        """Returns a new block with the options of this block."""
         fresh = self._made(self._enabled, self._options)
         fresh._stretches = stretches
         return fresh
@@ -292,7 +293,7 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         tensors: torch.Tensor | Sequence[torch.Tensor],
         gradient: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Records roots (tensors to differentiate). At the block's end one batched backward runs.
+        """Records tensors to differentiate (*roots*). The block's end runs one backward for all.
 
         Replaces ``loss.backward()`` in a loop over instances, which would flush at each call.
         Outside an open block, the backward runs immediately.
@@ -350,8 +351,8 @@ def eager(function: Callable[_P, _R], /) -> Callable[_P, _R]: ...
 def eager(function: Callable[_P, _R] | None = None, /) -> Any:
     """Returns ``batch(enabled=False)``, whose ops run eagerly even inside another block.
 
-    Works as a context manager, and as a decorator with and without parentheses. Pending tensors
-    that its ops read are computed first.
+    Works as a context manager, and as a decorator with and without parentheses. If an op in
+    the block reads a pending tensor, the tensor is computed first.
     """
     block = batch(enabled=False)
     return block if function is None else block(function)

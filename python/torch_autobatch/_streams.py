@@ -1,8 +1,8 @@
 """Flushes before calls that order launches: changes of the stream, and recording of events.
 
-A captured op has not been launched yet. An event marks the work that was launched before the event.
-A stream receives the work that is launched after the stream becomes current. Therefore a block
-launches its pending ops before either call, on the stream that was current when the ops were
+A captured op is not launched before the flush. An event marks the work that was launched before the
+event. A stream receives the work that is launched after the stream becomes current. Therefore a
+block launches its pending ops before either call, on the stream that was current when the ops were
 captured.
 """
 
@@ -33,7 +33,7 @@ def _watch(owner: Any, names: tuple[str, ...], reason: str) -> None:
         watched.flushes_first = True
         try:
             setattr(owner, name, watched)
-        except TypeError:  # a class of PyTorch's C++ code
+        except TypeError:  # Python can't set attributes of a class from C++
             _C.replace_method(owner, name, watched)
 
 

@@ -25,13 +25,13 @@ def check(frame: FrameType | None, opener: str) -> None:
     """Checks the frame that enters a block, either by a ``with`` or by a call.
 
     Context managers (``contextmanager``, ``ExitStack``, an ``__enter__``) leave the block open for
-    their callers. For these, the caller's frame is checked instead. ``opener`` names the block in
-    the error message.
+    their callers. For a context manager, the caller's frame is checked instead. ``opener`` names
+    the block in the error message.
 
     Raises:
         RuntimeError: if the code awaits or yields while the block is open.
     """
-    is_left_open = False  # a call left the block open, and no `with` encloses the call
+    is_left_open = False  # whether a call left the block open outside any `with`
     while frame is not None:
         code, at, caller = frame.f_code, frame.f_lasti, frame.f_back
         is_suspendable = bool(code.co_flags & _SUSPENDABLE)

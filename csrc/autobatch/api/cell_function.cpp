@@ -33,7 +33,7 @@ class Use {
         results_(results) {}
 
   void call() {
-    Scope::Lock lock(scope_);  // held for all steps of a template
+    Scope::Lock lock(scope_);  // held while all steps of a template are applied
     Key key;
     CellTable::Known inputs;
     if (!make_key(key, &inputs)) return run(lock);

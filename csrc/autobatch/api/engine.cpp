@@ -198,8 +198,8 @@ class EngineLoop {
 
   // --- start requests ---
 
-  // Starts queued requests for about the duration of a slice. The limit keeps running requests from
-  // waiting long.
+  // Starts queued requests for about the duration of a slice. Because of this time limit, running
+  // requests do not wait long.
   void admit() {
     const auto began = Clock::now();
     const std::chrono::nanoseconds each = start_time_;
@@ -235,7 +235,7 @@ class EngineLoop {
     return request;
   }
 
-  // Requires `mutex_`.
+  // The caller must hold `mutex_`.
   bool may_start() const {
     if (queue_.empty() || !between_.empty()) return false;
     const double cost = queue_.begin()->second->options.cost;
@@ -243,7 +243,7 @@ class EngineLoop {
     return closing_ || queue_cost_ >= options_.max_live || Clock::now() >= end_of_delay();
   }
 
-  // Requires `mutex_`.
+  // The caller must hold `mutex_`.
   Clock::time_point end_of_delay() const {
     Clock::time_point first = Clock::time_point::max();
     if (options_.max_delay.count() == 0) return Clock::time_point::min();
@@ -332,7 +332,7 @@ class EngineLoop {
   }
 
   // If there are far more deadlines than requests, removes the deadlines of ended requests.
-  // Requires `mutex_`.
+  // The caller must hold `mutex_`.
   void drop_ended_deadlines() {
     if (deadlines_.size() <= 2 * (live_.size() + queue_.size()) + 1024) return;
     std::erase_if(deadlines_, [](const auto& entry) { return entry.second.expired(); });
@@ -399,7 +399,7 @@ class EngineLoop {
   }
 
   // Returns the time of the next event: a timeout, or the end of max_delay. Returns nullopt if no
-  // event is expected. Requires `mutex_`.
+  // event is expected. The caller must hold `mutex_`.
   std::optional<Clock::time_point> next_time() const {
     std::optional<Clock::time_point> next;
     if (!deadlines_.empty()) next = deadlines_.begin()->first;
@@ -413,8 +413,8 @@ class EngineLoop {
 
   mutable std::mutex mutex_;
   std::condition_variable news_;
-  // Protected by `mutex_`:
-  std::map<std::pair<int64_t, uint64_t>, RequestPtr> queue_;            // by Request::place()
+  // `mutex_` protects the members from here to `stats_`.
+  std::map<std::pair<int64_t, uint64_t>, RequestPtr> queue_;            // key: Request::place()
   std::multimap<Clock::time_point, std::weak_ptr<Request>> deadlines_;  // includes started requests
   std::deque<std::packaged_task<void()>> between_;
   std::vector<uint64_t> to_cancel_;

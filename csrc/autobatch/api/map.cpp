@@ -73,7 +73,7 @@ void for_each_instance(size_t count, const std::function<void(size_t)>& body,
   BodyPool pool(*Scope::current(), count, body, options);
   pool.run();
   if (pool.failure()) std::rethrow_exception(pool.failure());
-  if (Scope::current()->is_outermost()) opened.flush();  // because destructors cannot throw
+  if (Scope::current()->is_outermost()) opened.flush();  // the destructor of `opened` cannot throw
 }
 
 }  // namespace autobatch

@@ -33,7 +33,7 @@ uint32_t add_metadata(torch::autograd::Node& node, const Value& value) {
                                  value.dtype);
 }
 
-// Returns, for each graph input, whether the running pass needs its gradient.
+// Returns, for each graph input, whether the running pass needs the gradient of the graph input.
 std::vector<uint8_t> wanted_graph_input(const FlushRecord& record) {
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
   std::vector<uint8_t> wanted(record.tape.graph_inputs.size(), 0);
@@ -120,9 +120,9 @@ bool is_shared(const FlushRecord& record, uint32_t graph_input) {
          record.tape.graph_inputs[graph_input].edge.is_valid();
 }
 
-// Passes on the gradients of weights, for all ExitNodes that reach the same weights. An ExitNode
-// needs only one edge to the WeightsNode, instead of one edge to each weight. A WeightsNode is
-// created before its ExitNodes, so the engine runs the WeightsNode after all ExitNodes of a pass.
+// Passes on the gradients of a set of weights, for all ExitNodes from which gradients flow to this
+// set. An ExitNode needs one edge to the WeightsNode, instead of one edge to each weight. A
+// WeightsNode is created before its ExitNodes, so the engine runs it after all ExitNodes of a pass.
 class WeightsNode final : public torch::autograd::Node {
  public:
   WeightsNode(std::shared_ptr<FlushRecord> record, std::vector<uint32_t> weights)
@@ -153,10 +153,10 @@ class WeightsNode final : public torch::autograd::Node {
   std::vector<uint32_t> weights_;
 };
 
-// The node through which gradients leave a level. Held values that reach the same destinations from
-// a level share an ExitNode. The first ExitNode of a level that the engine runs computes the whole
-// level, for all held values that a gradient has reached. Every HeldNode must run before the
-// ExitNode. The engine first runs the nodes that were created last, so an ExitNode is created
+// The node through which gradients leave a level. Held values whose gradients flow from a level to
+// the same destinations share an ExitNode. The first ExitNode of a level that the engine runs
+// computes the level for all held values that a gradient has reached. All HeldNodes must run before
+// this ExitNode. The engine first runs the nodes that were created last, so an ExitNode is created
 // before the HeldNodes. (This can fail if readers of a held value were recorded on another thread
 // or are on another device. Levels then run again for late gradients.) An ExitNode has edges only
 // to the destinations of its own held values. So autograd nodes on which only other instances
@@ -165,7 +165,7 @@ class ExitNode final : public torch::autograd::Node {
  public:
   ExitNode(std::shared_ptr<FlushRecord> record, uint32_t level, const Value& held)
       : record_(std::move(record)), level_(level) {
-    add_metadata(*this, held);  // the edge has no gradient; it sets the order and the device
+    add_metadata(*this, held);  // the edge passes no gradient, but sets order and device
   }
 
   std::string name() const override { return "AutobatchExit"; }
@@ -189,7 +189,7 @@ class ExitNode final : public torch::autograd::Node {
 
   bool is_connected() const { return num_outputs() != 0; }
 
-  // Adds the edges that leave this level and the levels below it.
+  // Adds to `edges` the edges that leave this level and the levels below this level.
   void collect(Recompute::Edges& edges) const {
     size_t next = 0;
     for (uint32_t i : reach_.graph_inputs) edges.graph_inputs[i] = next_edge(next++);
@@ -222,8 +222,8 @@ class ExitNode final : public torch::autograd::Node {
     take_exports(task, out, next);
   }
 
-  // Runs again, one by one, the ops that the held values depend on. Computes gradients through
-  // these ops. Used if each op must be visible to autograd (create_graph=True) or to a transform.
+  // Runs again, one by one, the ops that the held values depend on, and computes gradients through
+  // these ops. Called if autograd (create_graph=True) or a transform must see each op.
   void replay(Recompute& replay, variable_list& out) const {
     const bool any = replay.differentiate();
     if (any && !torch::autograd::get_current_graph_task_keep_graph()) {
@@ -264,9 +264,9 @@ class ExitNode final : public torch::autograd::Node {
   bool has_below_ = false;
 };
 
-// Calls a hook of a held value only if some gradient is defined. If a pass computes gradients only
-// for other instances, the HeldNode gets undefined gradients. In eager mode, the held value's node
-// would not run in such a pass. So the hook must not run either.
+// Calls a hook of a held value only if at least one gradient is defined. If a pass computes
+// gradients only for other instances, the HeldNode gets undefined gradients. In eager mode, the
+// held value's node would not run in such a pass. So the hook must not run either.
 class ReachedOnlyHook final : public torch::autograd::FunctionPreHook {
  public:
   explicit ReachedOnlyHook(torch::autograd::FunctionPreHook* hook) : hook_(hook) {}
@@ -380,8 +380,8 @@ void leave_edges_to_exits(Tape& tape) {
   }
 }
 
-// Returns, for each held value and level, the WeightsNode of the weights that the gradient reaches.
-// There is one WeightsNode for each set of weights.
+// Returns, for each held value and level, the WeightsNode of the weights to which the held value's
+// gradient flows from the level. There is one WeightsNode for each set of weights.
 std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {
@@ -406,8 +406,8 @@ std::vector<std::map<uint32_t, compat::NodePtr>> make_weights(
 
 using Exit = decltype(compat::make_node<ExitNode>(std::shared_ptr<FlushRecord>(), 0u, Value()));
 
-// Returns, for each held value and level, the ExitNode. Two held values share an ExitNode if they
-// reach the same destinations at this level and at all lower levels.
+// Returns the ExitNode of each held value at each level. Held values of one device share an
+// ExitNode if their gradients have the same destinations at this level and at all lower levels.
 std::vector<std::map<uint32_t, Exit>> make_exits(
     const std::shared_ptr<FlushRecord>& record,
     const std::vector<std::map<uint32_t, Reach>>& reach) {

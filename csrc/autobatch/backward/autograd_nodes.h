@@ -1,5 +1,5 @@
-// Creates the autograd nodes of a flush. There is a HeldNode for each held value, an ExitNode for
-// each level that a held value reaches, and a WeightsNode for each set of weights. See
+// Creates the autograd nodes of a flush: HeldNodes for the held values, ExitNodes for the levels
+// through which gradients of held values flow, and WeightsNodes for sets of weights. See
 // docs/design.md, section 7.
 #pragma once
 

@@ -45,7 +45,7 @@ void check_computable(const FlushRecord& record, NodeId node) {
 
 namespace {
 
-// Calls `visit` for the gradient buffers (Allocation::grad) of the part's results.
+// Calls `visit` for each gradient buffer (Allocation::grad) of the results of the part.
 template <class Visit>
 void for_each_gradient(const FlushRecord& record, const Level::Part& part, const Visit& visit) {
   for (uint32_t i = 0;; i = part.other) {
@@ -116,7 +116,7 @@ namespace {
 // Resets the levels up to `level`, so that they can run again for the gradients that arrive later.
 void reopen_levels(FlushRecord& record, BackwardTask& task, uint32_t level) {
   task.reopened = true;
-  task.finished.clear();  // some of these batches may run again
+  task.finished.clear();  // a finished batch may run again
   for (uint32_t l = 0; l <= level; ++l) {
     if (!std::exchange(task.level_done[l], 0)) continue;
     for (const Level::Part& part : record.levels[l].parts) {

@@ -28,13 +28,14 @@ void expect_gradient(FlushRecord& record, BackwardTask& task, uint32_t level, bo
 // node has already run without retain_graph, or if a graph input of the node was written to. A
 // write is allowed if the old content is kept and eager mode does not save the tensor.
 void check_computable(const FlushRecord& record, NodeId node);
-// Adds a product to a gradient region.
+// Computes a product, and adds the result to the gradient in `region`.
 void add_to(const Region& region, const WeightGradTerm& product);
 // Computes the gradients of graph inputs from the products that were collected for them. Joins
 // products if one larger GEMM is faster.
 void run_products(FlushRecord& record, BackwardTask& task);
-// Like run_products, but for one weight, and only if its products have enough rows for an efficient
-// GEMM. This call saves memory, because collected products keep their factors alive.
+// Like run_products, but only for `weight`, and only if the products of this weight have enough
+// rows for an efficient GEMM. This call saves memory, because collected products keep their factors
+// alive.
 void run_many_products(FlushRecord& record, BackwardTask& task, ValueId weight);
 
 }  // namespace autobatch

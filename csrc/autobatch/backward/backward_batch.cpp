@@ -28,8 +28,8 @@ void BackwardBatch::add_to_result(size_t k, const at::Tensor& gradient) {
   scatter_add(plain(gradient), targets);
 }
 
-// Whether results k of the members have the same geometry and are adjacent in memory, in the order
-// in which forward wrote them.
+// Whether the k-th results of all members have the same geometry and are adjacent in memory, in the
+// order in which forward wrote the results.
 bool BackwardBatch::lies_evenly(size_t k) const {
   if (!complete() || !uniform_result(k)) return false;
   for (int64_t m = 0; m < size(); ++m) {
@@ -38,8 +38,8 @@ bool BackwardBatch::lies_evenly(size_t k) const {
   return true;
 }
 
-// Returns the members' regions. If the regions are evenly spaced (`step` elements apart), the first
-// region and `step` describe all regions.
+// Returns the regions that `region_of` returns for the members. If the regions are evenly spaced
+// (`step` elements apart), the first region and `step` describe all regions.
 template <class RegionOf>
 RegionRows BackwardBatch::located(bool even, int64_t step, const RegionOf& region_of) {
   if (even) return {region_of(0), size(), step};
@@ -55,8 +55,8 @@ RegionRows BackwardBatch::located_results(size_t k) {
   return located(even, step, [&](int64_t m) { return result_region(m, k); });
 }
 
-// Whether the gradients of results k are adjacent in memory. Returns false if the gradients are in
-// two buffers.
+// Whether the gradients of the k-th results of all members are adjacent in memory. Returns false if
+// the gradients are in two buffers.
 bool BackwardBatch::has_even_gradients(size_t k) const {
   if (in_subgraph()) return true;
   if (!lies_evenly(k)) return false;
@@ -224,7 +224,7 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
   for (const Region& region : to.listed()) all = all && region.fresh == first.fresh;
   if (all) {
     const Layout& layout = to.layout();
-    const bool disjoint = layout.step >= g.extent && !g.overlapping;  // no two members share memory
+    const bool disjoint = layout.step >= g.extent && !g.overlapping;  // members share no memory
     if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
       put(consecutive_view(to), gradient.reshape({-1}));
       return;
@@ -280,8 +280,8 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   return run.view(sizes);
 }
 
-// Like `fresh`, but outside of a subgraph and for members of any sizes. Returns a 1-D tensor. First
-// checks all members, and only then marks their gradients as begun.
+// Like `fresh`, but outside of a subgraph and for members of any sizes. Returns a 1-D tensor.
+// Checks all members before it marks the gradient of any member as begun.
 at::Tensor BackwardBatch::fresh_run(size_t slot) {
   if (!accumulator_.is_fresh(operand(0, slot))) return {};
   const Allocation& first = store_.places[operand_value(0, slot).base];
@@ -323,7 +323,7 @@ void BackwardBatch::add_repeated(size_t slot, const at::Tensor& gradient) {
     if (operand_value(m, slot).geometry->numel != width || width == 0) break;
     counts.push_back(result_value(m, 0).geometry->numel / width);
   }
-  if (counts.size() == members_.size()) {  // the usual case: the repetitions are rows
+  if (counts.size() == members_.size()) {  // the usual case: each repetition is a row
     at::Tensor sums = pooled_empty({size(), width}, gradient.options());
     segment_sum(plain(gradient).view({-1, width}), counts, sums);
     add(slot, sums);
@@ -359,7 +359,7 @@ void BackwardBatch::add_product(size_t slot, const at::Tensor& left, const at::T
   const Value& base = tape_.values[operand_value(0, slot).base];
   const bool cut = flush_.cut(id) != kNone;
   WeightGradTerm product{left, right};
-  if (right.defined() && !cut && is_transposed(tape_, id)) {  // becomes a product of the base
+  if (right.defined() && !cut && is_transposed(tape_, id)) {  // the product is for the base
     id = tape_.values[id].base;
     std::swap(product.left, product.right);
   }

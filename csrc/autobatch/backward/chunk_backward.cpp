@@ -11,14 +11,15 @@
 namespace autobatch {
 namespace {
 
-// Minimum size of a part (as in chunk_batches.cpp), and maximum number of parts of a batch.
-constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
+// Minimum size of a part (the same size as in chunk_batches.cpp), and maximum number of parts of a
+// batch.
+constexpr int64_t kLeastPart = int64_t{1} << 18;  // in bytes
 constexpr int64_t kMostParts = 64;
 // Gradients that arrive more than kLongWait parts before they are read get a separate buffer. With
 // a common buffer for all gradients of the part, the whole buffer would be allocated when the first
 // gradient arrives. A part with fewer than kLeastBuffers bytes has only one buffer.
 constexpr uint32_t kLongWait = 64;
-constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // bytes
+constexpr int64_t kLeastBuffers = int64_t{1} << 14;  // in bytes
 
 class PartDivider {
  public:
@@ -96,9 +97,9 @@ class PartDivider {
     return sum * part.count;
   }
 
-  // Visits nodes in order of capture, because nodes and their operands are then close together in
-  // memory. (If the backward of a node is divided into halves, the node has two positions. Either
-  // position is accurate enough.)
+  // Fills position_of_ and last_reader_. Visits nodes in order of capture, because nodes and their
+  // operands are then close together in memory. (If the backward of a node is divided into halves,
+  // the node has two positions. Either position is accurate enough.)
   void find_last_readers() {
     const Tape& tape = record_.tape;
     position_of_ = pooled_array<uint32_t>(tape.nodes.size());
@@ -166,11 +167,11 @@ class PartDivider {
   }
 
   FlushRecord& record_;
-  std::vector<uint32_t> parts_of_;  // by batch
+  std::vector<uint32_t> parts_of_;  // for each batch: number of its parts
   // For each node: the position of its part, and the position of the last part that reads one of
   // the node's results.
   PooledArray<uint32_t> position_of_, last_reader_;
-  uint32_t position_ = 0;  // of the current part among the parts of all levels
+  uint32_t position_ = 0;  // position of the current part among the parts of all levels
 };
 
 }  // namespace

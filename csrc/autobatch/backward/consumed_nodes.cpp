@@ -76,8 +76,9 @@ bool may_consume(const FlushRecord& record, NodeId node) {
 
 void note_captured_gradient(Graph& graph, std::vector<NodeId> nodes) {
   const Tape& tape = graph.tape();
-  std::ranges::sort(nodes, std::greater());            // readers first
-  std::unordered_map<NodeId, size_t> unspent_readers;  // by shared node
+  std::ranges::sort(nodes, std::greater());  // a node comes after its readers
+  // For each shared node: the number of readers that are not spent.
+  std::unordered_map<NodeId, size_t> unspent_readers;
   for (NodeId node : nodes) {
     tape.nodes[node].is_shared ? void(unspent_readers[node]) : graph.note_spent(node);
   }
@@ -101,7 +102,7 @@ void note_captured_gradient(Graph& graph, std::vector<NodeId> nodes) {
 }
 
 void note_recomputed(FlushRecord& record, std::vector<NodeId> nodes) {
-  std::ranges::sort(nodes, std::greater());  // readers first
+  std::ranges::sort(nodes, std::greater());  // a node comes after its readers
   for (NodeId node : nodes) {
     if (!record.tape.values[record.tape.nodes[node].first_value].requires_grad) continue;
     if (!may_consume(record, node)) continue;

@@ -25,7 +25,8 @@ Region GradAccumulator::target_behind(ValueId id) {
 Region GradAccumulator::target_if_wanted(ValueId id) {
   const Value& value = record_.tape.values[id];
   if (!value.requires_grad) return {nullptr, 0, value.geometry};
-  // The common case. Nodes of the lowest level do not read values that depend on a held value.
+  // This is the common case. Nodes of the lowest level do not read values that depend on a held
+  // value.
   const bool straight = level_ == 0 || record_.is_held.empty();
   if (straight && !value.is_graph_input() && enclosing_ == nullptr) {
     mark_reached(value);
@@ -217,8 +218,8 @@ void GradAccumulator::fill_rest(ValueId base) {
   }
 }
 
-// Fills unwritten tiles with zeros. Must be called before a gradient is added to `id`. If `id` is a
-// tile that was already written to, no zeros are needed.
+// Must be called before a gradient is added to the gradient of `id`. Fills the unwritten tiles of
+// the base with zeros, unless `id` is a tile that was already written to.
 void GradAccumulator::fill_before_adding(ValueId id) {
   const ValueId base = record_.tape.values[id].base;
   const uint8_t tile = task_.partition->number[id];

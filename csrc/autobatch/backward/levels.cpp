@@ -54,7 +54,7 @@ std::vector<uint8_t> find_blurred(const FlushRecord& record) {
 std::vector<uint8_t> find_views(const Tape& tape, const std::vector<HeldValue>& all,
                                 const std::vector<uint8_t>& held) {
   std::vector<uint8_t> through = held;
-  std::vector<uint8_t> seen(tape.values.size(), 0);  // bases
+  std::vector<uint8_t> seen(tape.values.size(), 0);  // whether a base was visited
   for (const HeldValue& h : all) {
     const ValueId base = tape.values[h.value].base;
     if (std::exchange(seen[base], 1) != 0) continue;
@@ -85,9 +85,9 @@ ValueId find_first_reader(const FlushRecord& record, const Reads& reads) {
   return kNone;
 }
 
-// Marks the held values and the divided nodes. Returns nullopt if no node is divided, and no node
-// and no held view reads a held value. Otherwise returns the first result that may be computed from
-// a held value, or kNone.
+// Marks the held values (FlushRecord::is_held) and the divided nodes. Returns nullopt if no node is
+// divided and if neither a node nor a held view reads a held value. Otherwise returns the first
+// result that may be computed from a held value, or kNone.
 std::optional<ValueId> mark_held(FlushRecord& record) {
   std::vector<uint8_t> held(record.tape.values.size(), 0);
   std::vector<uint8_t> blurred;
@@ -101,7 +101,7 @@ std::optional<ValueId> mark_held(FlushRecord& record) {
   const auto reads = [&](ValueId id) { return id != kNone && through[id] != 0; };
   const ValueId first = mark_divided(record, held) ? 0 : find_first_reader(record, reads);
   const bool any = first != kNone || std::any_of(record.held.begin(), record.held.end(),
-                                                 [&](const HeldValue& h) {  // a held value's view
+                                                 [&](const HeldValue& h) {  // view of a held value
                                                    return reads(record.tape.values[h.value].parent);
                                                  });
   if (!any) return std::nullopt;
@@ -168,8 +168,8 @@ bool is_at_the_bottom(const FlushRecord& record, NodeId node) {
   return node_level(record, node) == 0 && !record.divided(node);
 }
 
-// If the gradient of `id` flows through a held value, adds an export from `level` to that held
-// value.
+// If the gradient of `id` flows through a held value, adds an export from `level` to this held
+// value (FlushRecord::exports).
 void note_export(FlushRecord& record, uint32_t level, ValueId id) {
   const ValueId cut = id == kNone ? kNone : record.cut(id);
   if (cut == kNone) return;
@@ -223,7 +223,7 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   const BatchRecord& batch = record.batches[b];
   const auto all = std::span(record.order).subspan(batch.first, batch.count);
   const auto at_the_bottom = [&](NodeId node) { return is_at_the_bottom(record, node); };
-  // No gradient flows through a held value.
+  // If all members are at the bottom, no gradient of the batch flows through a held value.
   if (std::all_of(all.begin(), all.end(), at_the_bottom)) {
     const auto first = static_cast<uint32_t>(record.level_order.size());
     record.level_order.insert(record.level_order.end(), all.begin(), all.end());
@@ -252,9 +252,9 @@ void plan_batch(FlushRecord& record, uint32_t b) {
   }
 }
 
-// Stores, for each result of the lowest level, the graph inputs that the result depends on and that
-// require grad. (Nodes of the lowest level do not read values that depend on held values.) Used
-// only if fewer than 256 graph inputs require grad.
+// Stores, for each result of a node of the lowest level, the graph inputs that the result depends
+// on and that require grad. (Nodes of the lowest level do not read values that depend on held
+// values.) Used only if fewer than 256 graph inputs require grad.
 class ReachSets {
   static constexpr size_t kMostWords = 4;
 
@@ -340,9 +340,9 @@ class ReachSets {
   const Tape& tape_;
   bool fits_ = false;
   std::vector<uint32_t> bit_;          // for each graph input: its bit in a set
-  std::vector<uint32_t> graph_input_;  // for each bit: the graph input
-  size_t words_ = 0;                   // 64-bit words of a set
-  std::vector<uint64_t> sets_;         // by value
+  std::vector<uint32_t> graph_input_;  // for each bit: the index of the graph input
+  size_t words_ = 0;                   // number of 64-bit words of a set
+  std::vector<uint64_t> sets_;         // for each value: the `words_` words of its set
 };
 
 // Finds the destinations of a held value's gradient at each level.
@@ -384,8 +384,8 @@ class ReachFinder {
   }
 
  private:
-  // `id` is a base and the result of a node. (A held value is a result or a view, never a graph
-  // input itself.)
+  // Visits the node that computes `id`. `id` is a base and the result of a node. (A held value is a
+  // result or a view, but never a graph input itself.)
   void visit_producer(ValueId id, std::map<uint32_t, Reach>& reach) {
     const NodeId node = record_.tape.values[id].node;
     if (sets_ && node_level(record_, node) == 0) {
@@ -437,10 +437,10 @@ class ReachFinder {
 
   const FlushRecord& record_;
   const ReachSets sets_;
-  ReachSets::Set below_{};  // the graph inputs reached on the lowest level
+  ReachSets::Set below_{};  // the graph inputs to which the lowest level passes gradients
   uint64_t round_ = 0;
   std::vector<uint64_t> value_seen_, graph_input_seen_, export_seen_;
-  std::vector<ValueId> stack_;  // results
+  std::vector<ValueId> stack_;  // the results that remain to be visited
 };
 
 }  // namespace
@@ -449,7 +449,8 @@ void plan_levels(FlushRecord& record) {
   const std::optional<ValueId> first = mark_held(record);
   if (!first) return plan_single_level(record);
   assign_levels(record, *first);
-  // Plans the batches in the order of the schedule, so that each level has this order.
+  // Plans the batches in the order of the schedule, so that the parts of each level have this
+  // order.
   for (uint32_t b = 0; b < record.batches.size(); ++b) plan_batch(record, b);
   for (const HeldValue& h : record.held) {
     level_of(record, h.level);  // a held view may have a higher level than all nodes

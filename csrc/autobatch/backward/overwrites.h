@@ -1,4 +1,4 @@
-// Handles memory that is written to after a captured op has read it.
+// Handles memory that is written to after a captured op has read the memory.
 //
 // In eager mode, backward reads the tensors that its formulas saved when the op ran. Backward in
 // this library may compute an op again (recompute.h, rule.h). The operands must then have the
@@ -10,10 +10,10 @@
 //   - The scope pauses.
 //
 // When backward runs in eager mode, its formulas read the current content of the operands and
-// results that they saved. Backward in this library does the same. The memory of a tensor that the
-// user holds is separate from the record's slabs. The user may write to such a tensor without a
-// change of its version counter (UnseenWrite). Formulas that saved the tensor then read the user's
-// memory.
+// results that they saved. Backward in this library also reads the current content. The memory of a
+// tensor that the user holds is separate from the record's slabs. The user may write to such a
+// tensor without a change of its version counter (UnseenWrite). Formulas that saved the tensor then
+// read the user's memory.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -46,8 +46,8 @@ class ReadRecords {
   void index_new();
   void sweep();
 
-  // Records that are not in the index yet. The index is built only at the first write, because most
-  // scopes have no writes.
+  // The records that were not added to the index `readers_` yet. The index is built only at the
+  // first write, because most scopes have no writes.
   std::vector<std::weak_ptr<FlushRecord>> new_;
   std::unordered_map<const c10::StorageImpl*, std::vector<Reader>> readers_;
   size_t indexed_ = 0;
@@ -56,7 +56,8 @@ class ReadRecords {
 
 // Returns the held tensors whose content differs from the computed values, sorted by base.
 std::vector<UnseenWrite> find_unseen_writes(const FlushRecord& record);
-// Returns the entry of the value `base`, or null if there is none. `unseen` must be sorted by base.
+// Returns the entry of the value `base`, or null if there is no such entry. `unseen` must be sorted
+// by base.
 const UnseenWrite* find_unseen_write(const std::vector<UnseenWrite>& unseen, ValueId base);
 
 // While a guard exists, the record contains the data that the formulas of `nodes` would read in
@@ -76,7 +77,7 @@ class AsReadGuard {
 
   FlushRecord& record_;
   std::vector<std::pair<uint32_t, at::Tensor>> replaced_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> exchanged_;  // memory, and its old content
+  std::vector<std::pair<at::Tensor, at::Tensor>> exchanged_;  // pairs of memory and its old content
 };
 
 }  // namespace autobatch

@@ -17,7 +17,8 @@
 namespace autobatch {
 namespace {
 
-// Returns the region that begins `offset` elements from the start of `base`.
+// Returns the region of `base` that has the geometry `g` and begins `offset` elements from the
+// start of `base`.
 at::Tensor part_of(const at::Tensor& base, const Geometry& g, int64_t offset) {
   offset += base.storage_offset();
   if (offset == base.storage_offset() && base.sizes() == at::IntArrayRef(g.sizes) &&
@@ -103,7 +104,7 @@ bool Recompute::differentiate() {
   return true;
 }
 
-// If a value that was read as a constant now gets a gradient, drops all recomputed tensors. They
+// If a value that was read as a constant gets a gradient, drops all recomputed tensors. The tensors
 // are then computed again.
 void Recompute::forget_constants() {
   const auto among = [](const auto& ids, const auto& edges) {
@@ -223,9 +224,9 @@ void Recompute::Operands::overwrite_saved() const {
   for (const auto& [tensor, now] : saved) detached_alias(tensor).copy_(now);
 }
 
-// The user may have written to an operand since the op ran. The op is computed again from the old
-// content. If the op's formula saved the operand, the operand then gets the new content, because
-// eager mode saves the tensor itself and not a copy.
+// Returns the operands of a node. The user may have written to an operand since the op ran. The op
+// is computed again from the old content. If the op's formula saved the operand, the operand then
+// gets the new content, because eager mode saves the tensor itself and not a copy.
 Recompute::Operands Recompute::read_operands(NodeId id) {
   const Tape& tape = record_.tape;
   const Node& node = tape.nodes[id];
@@ -276,8 +277,8 @@ void Recompute::check_recomputed(NodeId id, const std::vector<at::Tensor>& resul
   }
 }
 
-// Computes the operands of a node before the node. Graphs may be deep, and recursion could overflow
-// the thread's stack. So this function uses an explicit stack.
+// Computes the node `last`, after the nodes that it depends on. Graphs may be deep, and recursion
+// could overflow the thread's stack. So this function uses an explicit stack.
 void Recompute::run(NodeId last) {
   const Tape& tape = record_.tape;
   std::vector<NodeId> stack{last};

@@ -15,7 +15,8 @@ namespace autobatch {
 
 class Recompute {
  public:
-  // The gradient edges of graph inputs, and of the held values that cut the graph.
+  // The gradient edges of graph inputs, and of the held values at which differentiation stops
+  // (cuts).
   struct Edges {
     std::unordered_map<uint32_t, torch::autograd::Edge> graph_inputs;
     std::unordered_map<ValueId, torch::autograd::Edge> cuts;
@@ -27,15 +28,15 @@ class Recompute {
   // Adds the gradient of a held value. `edges`: the edges of the graph inputs and held values to
   // which this gradient may flow.
   void add_root(ValueId held, const at::Tensor& gradient, const Edges& edges);
-  // Computes the gradients of graph inputs, and of the held values that cut the graph, given the
-  // gradients that were added since the last call. Adds the results to the collected gradients. The
-  // gradients have an autograd graph if grad mode is on. All roots are differentiated together,
-  // because the backward of a custom autograd.Function may be nonlinear and must run only once.
-  // Returns false if there is no root.
+  // From the gradients that were added since the last call, computes the gradients of graph inputs
+  // and of cuts (Edges). Adds the results to the collected gradients. The gradients have an
+  // autograd graph if grad mode is on. All roots are differentiated together, because the backward
+  // of a custom autograd.Function may be nonlinear and must run only once. Returns false if there
+  // is no root.
   bool differentiate();
 
-  // Returns the gradient collected so far for a graph input or a held value, and removes it.
-  // Returns an undefined tensor if there is no gradient.
+  // Returns the gradient collected so far for a graph input or a held value, and removes this
+  // gradient from the collected gradients. Returns an undefined tensor if there is no gradient.
   at::Tensor take_graph_input(uint32_t index) { return take(graph_input_grads_, index); }
   at::Tensor take_cut(ValueId held) { return take(cut_grads_, held); }
 
@@ -47,8 +48,12 @@ class Recompute {
   static at::Tensor take(Gradients& gradients, uint32_t key);
   static void add(Gradients& gradients, uint32_t key, const at::Tensor& gradient);
 
-  at::Tensor read(ValueId id);               // reads through the nearest held value
-  at::Tensor read(ValueId id, ValueId cut);  // through the held value `cut`; kNone: no cut
+  // Returns the recomputed value `id`. If `id` is a held value or a view of a held value, reads the
+  // alias of the nearest held value.
+  at::Tensor read(ValueId id);
+  // Like read(id), but reads the alias of the held value `cut`. If `cut` is kNone, reads no alias
+  // of a held value.
+  at::Tensor read(ValueId id, ValueId cut);
   at::Tensor find(ValueId id, ValueId cut);
   at::Tensor graph_input(uint32_t index);
   at::Tensor held(ValueId id);
@@ -65,7 +70,7 @@ class Recompute {
     void overwrite_saved() const;
 
     std::vector<at::Tensor> tensors;
-    // An operand, and its content after the node has run.
+    // Pairs of a saved operand and the content that it gets after the node has run.
     std::vector<std::pair<at::Tensor, at::Tensor>> saved;
   };
   Operands read_operands(NodeId node);
@@ -81,18 +86,18 @@ class Recompute {
     at::Tensor gradient;
   };
   std::vector<Root> roots_;
-  Edges edges_;  // of all roots so far
+  Edges edges_;  // the edges of all roots that were added
   // Aliases of graph inputs and held values. Differentiation stops at an alias, and the alias's
   // grad_fn connects the result to the graph of the original tensor.
   std::unordered_map<uint32_t, at::Tensor> graph_input_;
   std::unordered_map<ValueId, at::Tensor> cuts_;
   std::unordered_map<ValueId, at::Tensor> results_;
   // Graph inputs and held values that were read as constants, because no root so far depends on
-  // these values. A later root may depend on them (forget_constants).
+  // these values. A later root may depend on these values (forget_constants).
   std::vector<uint32_t> constant_graph_input_;
   std::vector<ValueId> constant_cuts_;
   std::vector<NodeId> replayed_;
-  std::vector<uint8_t> is_replayed_;  // by node
+  std::vector<uint8_t> is_replayed_;  // for each node: whether it was computed again
   Gradients graph_input_grads_, cut_grads_;
 };
 

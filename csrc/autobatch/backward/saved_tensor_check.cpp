@@ -16,7 +16,7 @@
 namespace autobatch {
 namespace {
 
-// A run of one node in eager mode, on zeros.
+// A run of one node in eager mode, with operands that are zeros.
 class Trial {
  public:
   Trial(const Tape& tape, const Node& node) {
@@ -172,7 +172,7 @@ bool keeps_anything(const Tape& tape, const Node& node) {
 
 uint32_t first_of_one_node(const Tape& tape, const Node& node, uint32_t result) {
   const OpInfo& op = *node.signature->op;
-  if (node.signature->rule->subgraph() != nullptr) return result;  // each result has its own ops
+  if (node.signature->rule->subgraph() != nullptr) return result;  // each result has separate ops
   if (!op.composite) return 0;                                     // one formula for all results
   if (op.random) return result;  // a trial would draw random numbers
   static std::mutex mutex;

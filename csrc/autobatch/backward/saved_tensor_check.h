@@ -1,7 +1,7 @@
-// Finds the tensors that autograd saves for an op in eager mode. This library may keep different
-// tensors. To find the tensors of eager mode, the op runs in a trial, eagerly and on zeros. The
-// trial increases the version counter of a tensor and then runs backward. If autograd has saved the
-// tensor, backward raises an error.
+// Finds the tensors that autograd saves for an op in eager mode. This library may keep other
+// tensors than eager mode. To find the tensors of eager mode, the op runs in a trial, eagerly and
+// on zeros. The trial increases the version counter of a tensor and then runs backward. If autograd
+// has saved the tensor, backward raises an error.
 #pragma once
 
 #include "autobatch/backward/backward.h"
@@ -35,7 +35,7 @@ class Written {
   [[noreturn]] void raise(ValueId id, NodeId node) const;
 
   const FlushRecord& record_;
-  std::vector<ValueId> bases_;  // sorted
+  std::vector<ValueId> bases_;  // bases of overwritten values, sorted
 };
 
 // Returns a value that eager mode saves for this node's backward and for which `is_gone` returns
@@ -43,8 +43,8 @@ class Written {
 ValueId find_saved_and_gone(const Tape& tape, const Node& node,
                             const std::function<bool(ValueId)>& is_gone);
 
-// Whether eager mode saves anything for this node's backward, so that a second backward is an
-// error.
+// Whether eager mode saves any data for this node's backward. If so, a second backward of the node
+// is an error.
 bool keeps_anything(const Tape& tape, const Node& node);
 
 // Whether eager mode saves the operand itself for this node's backward.

@@ -25,7 +25,7 @@ constexpr int64_t kFewRows = 16;
 // quarter of kManyRows rows, the cost is still small. So products with a quarter of kManyRows rows
 // do not wait for more rows if their factors have at least kLargeFactors bytes.
 constexpr int64_t kManyRows = 1024;
-constexpr int64_t kLargeFactors = int64_t{1} << 18;  // bytes
+constexpr int64_t kLargeFactors = int64_t{1} << 18;  // in bytes
 
 // Whether the rows are dense and evenly spaced, as in a matrix or in a range of its columns.
 bool has_even_rows(const at::Tensor& t) {
@@ -48,7 +48,8 @@ bool is_joined(const WeightGradTerm& p) {
   return rows < kFewRows || (rows < kJoinRows && rows * (width + height) < width * height);
 }
 
-// Uses pooled memory, because page faults of new memory took longer than the copy.
+// Copies the rows of all parts into one matrix. The matrix uses pooled memory, because page faults
+// of new memory took longer than the copy.
 at::Tensor copied_together(const std::vector<at::Tensor>& parts) {
   int64_t rows = 0;
   for (const at::Tensor& part : parts) rows += part.size(0);
@@ -63,8 +64,8 @@ at::Tensor join(const at::Tensor& a, const at::Tensor& b) {
 
 // Joins products whose rows are adjacent in memory. Copies products of few rows into one buffer.
 std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
-  // Buffers are numbered in the order in which they occur. If buffers were ordered by address, each
-  // run could have different rounding errors.
+  // Buffers are numbered in the order in which the products use them. If buffers were ordered by
+  // address, each run could have different rounding errors.
   std::unordered_map<const void*, size_t> buffers;
   const auto key = [&](const WeightGradTerm& p) {
     const void* buffer = p.left.storage().unsafeGetStorageImpl();
@@ -104,8 +105,8 @@ std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
   return few;
 }
 
-// Returns the gradient buffer of a graph input if it is still undefined and can become the result
-// of a product, and null otherwise.
+// Returns the gradient buffer of `weight` if the weight is a whole graph input, and if the result
+// of a product can become the buffer because no gradient was added before. Returns null otherwise.
 at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
   const Value& value = record.tape.values[weight];
   if (!value.is_graph_input() || value.parent != kNone || !value.geometry->contiguous)
@@ -117,7 +118,7 @@ at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, Valu
 }  // namespace
 
 void add_to(const Region& region, const WeightGradTerm& p) {
-  if (region.geometry->overlapping) {  // a weight made by expand: its elements are summed
+  if (region.geometry->overlapping) {  // a weight made by `expand`: its elements share memory
     const at::Tensor sum = p.right.defined() ? multiply_transposed(p.left, p.right) : p.left.sum(0);
     scatter_add(sum.contiguous(), {region});
     return;

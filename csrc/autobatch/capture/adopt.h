@@ -1,4 +1,4 @@
-// Turns ordinary tensors into pending ones. If `h` is pending and `y` is an ordinary tensor, the
+// Turns ordinary tensors into pending tensors. If `h` is pending and `y` is an ordinary tensor, the
 // write `y += h` would need the value of `h` immediately. If only the caller's object refers to
 // `y`, the tensor in this object is replaced by a captured copy of `y`. Then the write can be
 // captured.

@@ -1,4 +1,4 @@
-// The arguments of one call.
+// Functions that examine the arguments of a call before it is captured.
 #pragma once
 
 #include "autobatch/common/compat.h"
@@ -26,7 +26,7 @@ struct Scan {
   bool weight = false;             // some tensor is passed as a weight
   bool plain = true;               // every tensor is plain (is_plain), and captured ops accept it
   bool sparse = false;             // some tensor has a layout other than kStrided
-  const char* unusable = nullptr;  // a pending tensor that cannot be an operand, for the report
+  const char* unusable = nullptr;  // kind of a pending tensor that cannot be an operand, or null
 };
 
 Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> arguments);

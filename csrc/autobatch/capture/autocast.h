@@ -14,9 +14,9 @@ namespace autobatch {
 
 class CastCache {
  public:
-  // Returns the cached cast. Returns an undefined tensor if there is no cached cast, or if the
-  // tensor was written to after the cast. Also returns an undefined tensor if autograd recorded the
-  // cached cast but would not record a new cast, or the reverse.
+  // Returns the cached cast of `tensor` to the dtype `to`. Returns an undefined tensor if there is
+  // no cached cast, or if the tensor was written to after the cast. Also returns an undefined
+  // tensor if autograd recorded the cached cast but would not record a new cast, or the reverse.
   at::Tensor find(const at::Tensor& tensor, c10::ScalarType to) const;
   void add(const at::Tensor& tensor, c10::ScalarType to, const at::Tensor& cast);
   void clear() { entries_.clear(); }
@@ -41,7 +41,7 @@ class CastCache {
   std::unordered_map<Key, Entry, Hash> entries_;
 };
 
-// Marks that autocast's kernel of a captured op runs on this thread.
+// While a guard exists, this thread runs the autocast kernel of a captured op.
 class CastingGuard {
  public:
   CastingGuard() { ++depth_; }

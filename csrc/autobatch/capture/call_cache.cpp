@@ -16,10 +16,10 @@ namespace autobatch {
 namespace {
 
 // Maximum number of CachedCalls. At this maximum, all CachedCalls are dropped, and later calls add
-// new ones.
+// new CachedCalls.
 constexpr size_t kMostCachedCalls = 1 << 16;
 
-// Marks the words of tensors and of numbers.
+// Bits that mark the word of a tensor, and the word of a number.
 constexpr uint64_t kTensorMark = uint64_t{5} << 48;
 constexpr uint64_t kNumberMark = uint64_t{6} << 48;
 
@@ -142,8 +142,8 @@ void CallKey::put_known(c10::TensorImpl* tensor, ValueId id) {
   operand.asks = value.requires_grad;
   any_graph_input_ |= operand.asks;
   const GraphInput& graph_input = graph_.tape().graph_inputs[value.index];
-  // Distinguishes tensors that a derivative formula passes on (captured_gradient.h) from tensors of
-  // the user's code.
+  // The flag kHandedOn distinguishes tensors that a derivative formula passes on
+  // (captured_gradient.h) from tensors of the user's code.
   const bool handed_on = as_pending(tensor) != nullptr && !value.requires_grad;
   put_value(value, kGraphInput | (graph_input.is_odd ? kOdd : 0) |
                        (graph_input.is_copy ? kCopy : 0) | (handed_on ? kHandedOn : 0));

@@ -58,7 +58,8 @@ class CallKey {
   // `guess` is a call that probably has the same key.
   CallKey(const OpInfo& op, Graph& graph, const CallContext& context,
           const CachedCall* guess = nullptr);
-  // A key for a call of something other than an op (a cell). `what` identifies the called object.
+  // Makes a key for a call of something other than an op (a cell). `what` identifies the called
+  // object.
   CallKey(uint64_t what, Graph& graph, const CallContext& context);
 
   template <class T>
@@ -83,7 +84,7 @@ class CallKey {
     bool is_weight = false;  // a new graph input that becomes a weight
     bool asks = false;       // a graph input whose gradient edge is needed (Graph::need_gradient)
   };
-  // The defined tensors, in order, without Python numbers.
+  // The defined tensor arguments, in order. Python numbers are not included.
   const c10::SmallVector<Operand, 8>& tensors() const { return tensors_; }
   c10::SmallVector<Operand, 8>& tensors() { return tensors_; }
   bool any_pending() const { return any_pending_; }
@@ -127,16 +128,16 @@ struct CachedCall {
     ElementMaps element_maps = {};  // ElementMap::of == kNone: the viewed tensor
   };
 
-  Signature* signature = nullptr;           // of the node; null: the call gave views
-  c10::SmallVector<uint32_t, 4> operands;   // indices into CallKey::tensors(); kNone: not given
+  Signature* signature = nullptr;           // the node's signature; null if the call returned views
+  c10::SmallVector<uint32_t, 4> operands;   // indices into CallKey::tensors(); kNone: omitted
   c10::SmallVector<ResultMeta, 2> results;  // hidden results are last
   size_t visible = 0;                       // number of results that are not hidden
-  c10::SmallVector<View, 2> views;          // if there is no signature
+  c10::SmallVector<View, 2> views;          // the results if `signature` is null
   bool list = false;                        // the views form one Tensor[]
 
   bool returns_list() const { return signature == nullptr ? list : signature->returns_list; }
 
-  std::vector<uint64_t> words;                    // the key
+  std::vector<uint64_t> words;                    // the words of the CallKey
   CachedCall* next = nullptr;                     // next entry with the same hash
   mutable const CachedCall* next_call = nullptr;  // the expected next call
 };
@@ -153,8 +154,8 @@ class CallCache {
   CachedCall* look_up(const CallKey& key) const;
 
   const CachedCall* last_ = nullptr;
-  std::deque<CachedCall> entries_;                   // addresses stay valid
-  ska::flat_hash_map<uint64_t, CachedCall*> index_;  // by hash: first entry of a list (next)
+  std::deque<CachedCall> entries_;                   // a deque, so addresses stay valid
+  ska::flat_hash_map<uint64_t, CachedCall*> index_;  // key: hash; value: head of a linked list
 };
 
 namespace detail {

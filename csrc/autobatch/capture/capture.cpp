@@ -133,7 +133,7 @@ class Call {
 
   static bool is_captured(const Scan& s) { return s.plain && (s.pending || s.is_recorded); }
 
-  // Decides how the call is handled. The table is in op_registry.cpp.
+  // Decides how the call is handled. The table of actions is in op_registry.cpp.
   Action decide(const Scan& s) const {
     const Action action = info_.action_on(arguments());
     if (action == Action::kMutate) return Action::kMutate;
@@ -186,7 +186,7 @@ class Call {
 
   // --- deferring ---
 
-  // Converts masks with known values to indices. Eager raises the error of a wrong index.
+  // Converts masks with known values to indices. If an index is wrong, eager raises the error.
   void look_at_indices() {
     const Scan s = scan(info_, scope_.graph(), arguments());
     if (!is_captured(s)) return;
@@ -312,7 +312,7 @@ class Call {
     return true;
   }
 
-  // --- the rest ---
+  // --- factories, writes and eager calls ---
 
   void factory() {
     if (defer()) return;
@@ -332,7 +332,7 @@ class Call {
     CellTrace::break_off("it writes to a tensor", info_.name);
     settle_written_checks();
     const auto waits = [this](const at::Tensor& to) { return await_readers(scope_, to); };
-    if (any_written(waits)) return info_.handle.callBoxed(stack_);  // the keys may have changed
+    if (any_written(waits)) return info_.handle.callBoxed(stack_);  // dispatch keys may differ now
     if (flush_shared_memory(scope_, info_, arguments())) return at_once("writes to its arguments");
     const bool may_defer = s.plain && !left_to_eager_;
     if (may_defer && s.pending && run_out_variant(info_, *stack_)) return;
@@ -408,7 +408,7 @@ class Call {
   // Calls `visit`, and adds a description of the op's call to the message of any error.
   template <class Visit>
   void named(const Visit& visit) {
-    const auto given = arguments();  // `visit` may pop them from the stack, so they are copied
+    const auto given = arguments();  // `visit` may pop the arguments, so they are copied
     const c10::SmallVector<c10::IValue, 8> kept(given.begin(), given.end());
     try {
       visit();

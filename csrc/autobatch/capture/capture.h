@@ -23,7 +23,7 @@ inline constexpr c10::DispatchKeySet kBelowCapture(c10::DispatchKeySet::FULL_AFT
 // Registers the kernels of capture on compat::kDeferKey. Later calls do nothing, because a second
 // registration would abort the process.
 void register_capture();
-void register_unboxed(torch::Library& library);  // capture_unboxed.cpp
+void register_unboxed(torch::Library& library);  // defined in capture_unboxed.cpp
 
 // The boxed fallback: pops the op's arguments from the stack and pushes its results.
 void capture(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
@@ -45,9 +45,9 @@ AUTOBATCH_INTERNAL bool set_eager(bool eager);
 // Returns the previous setting.
 AUTOBATCH_INTERNAL bool set_captures_data(bool captures);
 AUTOBATCH_INTERNAL bool captures_data();
-// Whether a tensor that the program makes from a Python number becomes pending. It becomes pending
-// if ops are captured, no cell is traced (a cell treats the tensor as a constant), and inference
-// mode is off.
+// Whether a tensor that the program makes from a Python number becomes pending. The tensor becomes
+// pending if ops are captured, no cell is traced (a cell treats the tensor as a constant), and
+// inference mode is off.
 AUTOBATCH_INTERNAL bool captures_numbers();
 
 // Returns this thread's dispatch context (dispatch_context.h) as one word. The dispatch context and
@@ -57,7 +57,7 @@ AUTOBATCH_INTERNAL uint64_t context_word();
 Scope* eager_scope(const CaptureState& state);
 // A PyTorch feature that must observe each op when it runs and therefore prevents capture.
 struct Watcher {
-  std::string name;  // "anomaly mode"
+  std::string name;  // such as "anomaly mode"
   std::string ops = "ops under " + name;
 };
 // Returns the watcher of this thread. Returns null if there is no watcher besides autograd's
@@ -76,15 +76,15 @@ AUTOBATCH_INTERNAL bool is_known(const at::Tensor& tensor);
 // Whether the tensor has a tangent of forward-mode AD.
 bool has_tangent(const at::Tensor& tensor);
 
-// Whether cached calls may be used. They may be used if the CallKey of a call is sufficient to
-// determine how the call is captured (call_cache.h). Returns false with the options `max_pending`
-// and `verify`.
+// Whether cached calls may be used. Cached calls may be used if the CallKey of a call is sufficient
+// to determine how the call is captured (call_cache.h). Returns false with the options
+// `max_pending` and `verify`.
 bool may_use_call_cache(Scope& scope);
 // Whether a cached call may even be used before Call::run has checked the memory of its arguments
 // (memory_order.h).
 bool may_use_call_cache_first(Scope& scope);
 // Whether the templates of cells may be applied. In addition to the conditions for cached calls,
-// the graph must have no captured writes, because templates do not account for them.
+// the graph must have no captured writes, because templates do not account for captured writes.
 AUTOBATCH_INTERNAL bool may_apply_cells(Scope& scope);
 
 }  // namespace autobatch

@@ -82,7 +82,7 @@ struct Unboxed<Op, Return(Args...)> {
   }
 };
 
-// The dtypes of numbers that are read in place.
+// The dtypes of numbers that can be read directly from the memory of a tensor.
 #define AUTOBATCH_NUMBERS(_) AT_FORALL_SCALAR_TYPES_AND3(Bool, Half, BFloat16, _)
 
 bool can_read(const at::Tensor& self) {

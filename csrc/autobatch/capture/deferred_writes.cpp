@@ -109,7 +109,7 @@ void assemble(Scope& scope, Memory& memory) {
   const Value content = graph.value(memory.content);
   const std::vector<c10::IValue> arguments{
       view_of(graph, memory.content, content.geometry, content.offset), places, pieces};
-  DispatchContext context;  // describes the written values, not the running code
+  DispatchContext context;  // context of the written values, not of the running code
   context.grad_mode = memory.requires_grad;
   context.inference_mode = !content.is_graph_input() &&
                            graph.tape().nodes[content.node].signature->context.inference_mode;
@@ -206,7 +206,7 @@ bool may_defer(const Graph& graph, const OpInfo& op, Arguments arguments, const 
   return disjoint && history_is_shared(graph, to, needs_grad && grad_mode());
 }
 
-// --- what is written ---
+// --- the written values ---
 
 // Returns the tensor that `copy_`, `fill_` or `zero_` writes. Returns an undefined tensor if eager
 // has to check the arguments.
@@ -246,7 +246,7 @@ at::Tensor computed_source(Scope& scope, const OpInfo& op, Arguments arguments,
 // Returns a tensor with the history of `to` and the values of `source`.
 at::Tensor with_history_of(Scope& scope, const at::Tensor& to, const at::Tensor& source) {
   settle(scope, {c10::IValue(to), c10::IValue(source)});
-  DispatchContext context;  // without autocast
+  DispatchContext context;  // a context without autocast
   context.grad_mode = true;
   Recorded recorded;
   const std::vector<c10::IValue> arguments{to, source};
@@ -321,9 +321,9 @@ void write(Scope& scope, ValueId to_id, ValueId source_id, bool fresh) {
   memory.written = static_cast<ValueId>(graph.tape().values.size());
   if (!memory.requires_grad) return;
   for_each_alias(graph, to.base, [](ValueId, const Value& alias) {
-    if (alias.kind >= ViewKind::kDetached) return;  // shares no history
+    if (alias.kind >= ViewKind::kDetached) return;  // a detached tensor shares no history
     auto held = alias.tensor->hold();
-    if (held == nullptr) return;  // another thread is dropping its last reference
+    if (held == nullptr) return;  // another thread is dropping the tensor's last reference
     const at::Tensor tensor(std::move(held));
     torch::autograd::impl::materialize_autograd_meta(tensor)->requires_grad_ = true;
   });
@@ -366,8 +366,8 @@ bool record_write(Scope& scope, const OpInfo& op, Arguments arguments) {
   graph.settle_orphans();
   if (!may_defer(graph, op, arguments, graph.value(pending->value()))) return false;
   const auto when = static_cast<NodeId>(graph.tape().nodes.size());
-  // Detects flushes. A flush without batches is not in the report, but it renumbers values. A flush
-  // with batches is in the report, but it may keep the numbers.
+  // progress() detects flushes. A flush without batches is not in the report, but it renumbers
+  // values. A flush with batches is in the report, but it may keep the numbers.
   const auto progress = [&] { return std::pair(graph.numbering(), scope.report().num_flushes); };
   const auto before = progress();
   const bool computed = op.write == WriteKind::kCompute;

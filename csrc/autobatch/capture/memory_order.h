@@ -30,7 +30,7 @@ class Fiber;
 class FiberPool;
 class Scope;
 
-// The order of one map. An object of this class exists while the map runs.
+// Checks the order of one map. An object of this class exists while the map runs.
 class MemoryOrder {
  public:
   // The part of a storage that a strided tensor uses, in elements.
@@ -75,10 +75,10 @@ class MemoryOrder {
 
   Scope& scope_;
   const FiberPool& pool_;
-  std::vector<c10::Storage> stale_;  // the ordered memory; also an empty storage of a watched map
+  std::vector<c10::Storage> stale_;  // ordered storages, and an empty storage if the map is watched
   bool watches_;
   std::unordered_map<const c10::StorageImpl*, Uses> uses_;
-  size_t forget_at_ = 4096;  // number of entries at which freed memory is dropped
+  size_t forget_at_ = 4096;  // number of entries at which the entries of freed memory are dropped
   std::string broken_;
 };
 

@@ -176,7 +176,7 @@ void apply_updates(Scope& scope) {
   auto& waiting = scope.updates().waiting;
   if (waiting.empty()) return;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  // The ops here must not increase the version counters. Where eager increases a counter,
+  // The ops of the updates must not increase the version counters. Where eager increases a counter,
   // record_update() has already done so.
   const at::AutoDispatchBelowADInplaceOrView unseen;
   while (!waiting.empty()) {

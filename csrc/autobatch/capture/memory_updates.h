@@ -25,8 +25,8 @@ class Scope;
 
 struct MemoryUpdate {
   c10::OperatorHandle op;
-  std::vector<c10::IValue> arguments;  // the target first
-  c10::Storage storage;                // of the target
+  std::vector<c10::IValue> arguments;  // the first argument is the target
+  c10::Storage storage;                // storage of the target
 };
 
 // An instance of a map that waits for a value before it reads or writes ordinary memory. The memory
@@ -38,13 +38,13 @@ struct MemoryClaim {
 };
 
 struct MemoryUpdates {
-  std::list<MemoryUpdate> waiting;  // in the order of the calls
+  std::list<MemoryUpdate> waiting;  // the kept updates, in the order of the calls
   std::list<MemoryClaim> claims;
-  std::vector<MemoryOrder*> orders;  // of the running maps
+  std::vector<MemoryOrder*> orders;  // one for each running map
 };
 
 // Whether the call can be kept as an update. The op must be a pointwise in-place op, `copy_`,
-// `fill_` or `zero_`, and autograd must not record it. The other arguments must be numbers or
+// `fill_` or `zero_`, and autograd must not record the op. The other arguments must be numbers or
 // pending tensors of the target's dtype. In addition, no pending op may read the target's memory,
 // and no instance of a map may claim this memory.
 bool is_update(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
@@ -54,15 +54,15 @@ bool record_update(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arg
 void add_update(Scope& scope, const c10::OperatorHandle& op, std::vector<c10::IValue> arguments);
 
 // Applies the updates in order. Stops at the first update whose sources are not computed yet. If a
-// source was lost, drops its update and all later ones.
+// source was lost, drops the update that uses the source, and all later updates.
 void apply_updates(Scope& scope);
 
 // Must be called before arguments are used. If the memory of an argument is stale, waits for the
 // earlier instances of a map that have to use the memory first. Then computes the sources and
 // applies the updates.
 void finish_updates(Scope& scope, const std::string& op, at::ArrayRef<c10::IValue> arguments);
-// Must be called before a call uses its arguments. Does the same as finish_updates, except if the
-// call itself may become an update.
+// Must be called before a call uses its arguments. Does the same as finish_updates, unless the call
+// itself may become an update.
 void prepare_memory(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 // Does the same as finish_updates for a read that is not an op.
 AUTOBATCH_INTERNAL void finish_updates(const at::Tensor& tensor, const char* read);

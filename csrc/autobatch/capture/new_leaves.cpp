@@ -15,12 +15,12 @@
 namespace autobatch {
 namespace {
 
-// Whether no other tensor uses this memory, and the tensor uses the whole memory.
+// Whether the tensor uses its whole memory, and no other tensor uses this memory.
 bool owns_memory_alone(Graph& graph, const PendingTensor& tensor) {
   const Value& value = graph.value(tensor.value());
   const Value& base = graph.value(value.base);
   if (base.is_graph_input() || graph.memory_of(value.base) != nullptr) return false;
-  if (graph.tape().versions.contains(value.base)) return false;  // it was written to
+  if (graph.tape().versions.contains(value.base)) return false;  // the memory was written to
   // The result of `torch.zeros(3, requires_grad=True)` becomes real without a flush.
   if (is_factory(*graph.tape().nodes[base.node].signature)) return false;
   if (reinterpreted_value(graph.tape(), value.base) != kNone || is_shared(graph.tape(), value.base))

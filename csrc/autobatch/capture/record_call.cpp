@@ -131,12 +131,13 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
   const Value base = graph.value(parent);
   if (base.is_graph_input() && graph.tape().graph_inputs[base.index].is_copy) return false;
   if (op.cuts_gradient) {
-    // Detaching a detached tensor gives a tensor that shares its version counter.
+    // In eager, detaching `x.data` gives a tensor that shares the version counter of `x.data`.
     if (base.kind == ViewKind::kData || !leave_detached(graph, parent)) return false;
   } else if (base.kind >= ViewKind::kDetached && base.is_graph_input()) {
     return false;  // a detached tensor is the base of its views, so it must exist before them
   }
-  // In eager, the result has no history and is not a view. The graph cannot represent this.
+  // In eager, the result has no history and is not a view. The graph cannot represent such a
+  // result.
   if (of_gradient && !grad_mode && op.unsafe_split) return false;
   if (requires_grad) graph.need_gradient(parent);
   for (const CachedCall::View& v : views) {
@@ -147,7 +148,8 @@ bool add_views(Scope& scope, const OpInfo& op, ValueId parent, bool of_gradient,
     for (ElementMap& map : element_maps) map.of = map.of == kNone ? parent : map.of;
     graph.set_element_maps(ids.back(), std::move(element_maps));
   }
-  // A composite op without a view function (`tensor_split`) gives each view its own autograd node.
+  // A composite op without a view function (`tensor_split`) gives each view a separate autograd
+  // node.
   const bool one_node = list && (op.view != nullptr || !op.composite);
   if (one_node || op.unsafe_split) graph.note_siblings(ids);
   scope.report().views += views.size();
@@ -290,7 +292,7 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
     const auto& maps = graph.tape().element_maps;  // element maps depend on more than the key
     if (!maps.empty() && maps.count(tensors[0]) != 0) return false;
     const bool requires_grad = graph.value(tensors[0]).requires_grad;
-    if (requires_grad && !grad_mode && !op.cuts_gradient) return false;  // may be a leaf
+    if (requires_grad && !grad_mode && !op.cuts_gradient) return false;  // the view may be a leaf
     return add_views(scope, op, tensors[0], requires_grad, cached.views, cached.list, grad_mode,
                      results);
   }

@@ -44,8 +44,8 @@ bool apply_cached_call(Scope& scope, const OpInfo& op, const CachedCall& cached,
                        at::ArrayRef<ValueId> tensors, bool grad_mode,
                        c10::SmallVectorImpl<ValueId>& results);
 
-// Adds the node of the cached call, with the values of its operands. Bit i of `asks` is set if the
-// gradient edge of operand i may still have to be requested (Graph::need_gradient).
+// Adds the node of the cached call. The node reads the values `operands`. Bit i of `asks` is set if
+// the gradient edge of operand i may still have to be requested (Graph::need_gradient).
 void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> operands,
                 uint64_t asks, c10::SmallVectorImpl<ValueId>& results);
 

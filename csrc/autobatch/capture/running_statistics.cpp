@@ -18,7 +18,8 @@ namespace {
 
 using at::Tensor;
 
-// Whether the argument is an ordinary buffer for a statistic of `x` that no pending op reads.
+// Whether the argument is an ordinary buffer for a statistic of `x`. No pending op may read the
+// buffer, unless the buffer already waits for updates.
 bool is_statistic(Scope& scope, const c10::IValue& argument, const Tensor& x) {
   if (!argument.isTensor() || !argument.toTensor().defined()) return false;
   const Tensor& buffer = argument.toTensor();
@@ -34,7 +35,7 @@ bool is_statistic(Scope& scope, const c10::IValue& argument, const Tensor& x) {
 }
 
 // Returns the variance and the mean of each channel of x [N, C, ...]. If only one dimension has to
-// be reduced, `var` and `mean` are called separately, because both have native rules for any
+// be reduced, `var` and `mean` are called separately, because both ops have native rules for any
 // length.
 std::tuple<Tensor, Tensor> statistics(Tensor x) {
   const c10::Scalar correction(1);
@@ -64,7 +65,8 @@ bool record_batch_norm(Scope& scope, const OpInfo& op, at::ArrayRef<c10::IValue>
                        Tensor& result) {
   if (!arguments[0].isTensor()) return false;
   const Tensor x = arguments[0].toTensor();
-  // instance_norm has the same arguments. For one example, it computes the same as batch_norm.
+  // instance_norm has the same arguments as batch_norm. If the batch dimension has size 1,
+  // instance_norm also returns the same result.
   const bool is_instance_norm = op.name == "aten::instance_norm" && x.dim() > 2 && x.size(0) == 1;
   if (op.name != "aten::batch_norm" && !is_instance_norm) return false;
   if (x.dim() < 2 || x.numel() <= x.size(1) || !x.is_floating_point()) return false;

@@ -48,10 +48,10 @@ bool lists(const Table& table, std::string_view op) {
 // reshaped matrix is singular), and other tensors are ones.
 enum class Filling : uint8_t { kNoData, kZeros, kOnes, kTwos, kFirst, kIdentity };
 
-// Returns a tensor with the same metadata. The returned tensor either has no data (Meta device), or
-// has the values of `filling`.
+// Returns a tensor with the metadata of `tensor`. The returned tensor either has no data (Meta
+// device), or has the values of `filling`.
 at::Tensor stand_in(const at::Tensor& tensor, Filling filling) {
-  if (!tensor.defined()) return tensor;  // `x[:, i]`
+  if (!tensor.defined()) return tensor;  // an omitted index, as in `x[:, i]`
   // Kernels of every device accept a Python number unchanged.
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor out;
@@ -292,7 +292,7 @@ bool infer_by_trials(const NodeBuilder& builder, std::vector<ResultMeta>& result
     }
     if (++agreed == needed) return true;
   }
-  return singular && agreed > 0;  // linear algebra
+  return singular && agreed > 0;  // for an op that fails for singular matrices, one run is enough
 }
 
 void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, ViewResult& result) {
@@ -308,7 +308,7 @@ void ask_meta_kernel(const OpInfo& op, at::ArrayRef<c10::IValue> arguments, View
   Stack stack(arguments.begin(), arguments.end());
   stack[0] = base.as_strided(self.sizes(), self.strides(), offset);
   for (size_t i = 1; i < stack.size(); ++i) {
-    if (stack[i].isTensor()) return;  // reads another tensor
+    if (stack[i].isTensor()) return;  // the op reads another tensor
   }
   op.handle.callBoxed(stack);
   result.list = stack.size() == 1 && stack[0].isTensorList();

@@ -19,9 +19,9 @@ namespace autobatch {
 // argument or a view of an argument, or if the op raises an error.
 bool infer_results(const NodeBuilder& builder, std::vector<ResultMeta>& results, bool& list);
 
-// Sample data for ops that fail for singular matrices. `is_matrix` returns whether the tensor can
-// have such data. `fill_with_identity` makes the matrices nearly equal to the identity. Dimensions
-// that repeat the same memory (`expand`) are filled once.
+// These functions make sample data for ops that fail for singular matrices. `is_matrix` returns
+// whether the tensor can have such data. `fill_with_identity` makes the matrices nearly equal to
+// the identity. Dimensions that repeat the same memory (`expand`) are filled once.
 bool is_matrix(const at::Tensor& tensor);
 void fill_with_identity(const at::Tensor& matrices);
 

@@ -25,12 +25,12 @@ struct Argument {
   };
   Kind kind = Kind::kNone;
   union {
-    int64_t integer = 0;  // kInt, kBool, kIntTensor
-    double number;        // kDouble, kDoubleTensor
+    int64_t integer = 0;  // for kInt, kBool and kIntTensor
+    double number;        // for kDouble and kDoubleTensor
     const at::Tensor* tensor;
-    const at::Tensor* const* tensors;  // `size` tensors
-    const int64_t* integers;           // `size` integers
-    const char* text;                  // `size` characters
+    const at::Tensor* const* tensors;  // for kTensors: `size` tensors
+    const int64_t* integers;           // for kInts: `size` integers
+    const char* text;                  // for kString: `size` characters
   };
   size_t size = 0;
 };

@@ -40,7 +40,7 @@ const PendingTensor* own_result(const TensorBase& self) {
   return known ? pending : nullptr;
 }
 
-// Returns true if autograd does not treat the tensor as a view, and false if that is not known.
+// Whether it is certain that autograd does not treat the tensor as a view.
 bool is_no_view(const TensorBase& self) {
   const PendingTensor* pending = own_result(self);
   if (pending == nullptr || shares_memory(Tensor(self))) return false;

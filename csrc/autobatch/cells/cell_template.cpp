@@ -16,7 +16,7 @@
 namespace autobatch {
 namespace {
 
-constexpr uint64_t kUnknown = ~uint64_t{0};  // unknown identity or numbering
+constexpr uint64_t kUnknown = ~uint64_t{0};  // an unknown identity or numbering
 
 ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
   if (const PendingTensor* pending = as_pending(tensor)) return pending->value();
@@ -24,7 +24,7 @@ ValueId value_in(Graph& graph, const at::Tensor& tensor, bool is_weight) {
 }
 
 // Adds the weights to the graph as graph inputs, in the order in which the traced call used them.
-// This order determines the identities of the weights. It may differ from the order in `weights`.
+// This order determines the identities of the weights, and may differ from that in `weights`.
 template <class Weights>
 void meet(Graph& graph, const Weights& weights) {
   std::vector<uint32_t> order(weights.size());
@@ -55,7 +55,7 @@ std::string at_site(const std::string& site) { return site.empty() ? "" : " at "
 
 CellFunction::CellFunction(bool compiles) : compiles_(compiles) {
   static std::atomic<uint64_t> next{1};
-  id_ = next++ << 8 | 0x7F;  // odd; other keys begin with the address of an op, which is even
+  id_ = next++ << 8 | 0x7F;  // odd, whereas keys of ops begin with an (even) address
 }
 
 std::shared_ptr<std::atomic<uint64_t>> CellFunction::waits(size_t inputs) {
@@ -97,8 +97,8 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   return true;
 }
 
-// Whether the tensor has the same metadata as when it was traced. The user may have changed its
-// data or its requires_grad since then.
+// Whether the tensor still has the metadata that it had when the call was traced. The user may have
+// changed the tensor's data or requires_grad since the trace.
 bool CellTemplate::Weight::looks_the_same() const {
   return tensor.requires_grad() == requires_grad && tensor.scalar_type() == dtype &&
          tensor.sizes() == at::IntArrayRef(geometry->sizes) &&
@@ -227,7 +227,7 @@ bool CellTemplate::differs_in_sizes(const CellTemplate& other) const {
   for (size_t i = 0; i < steps_.size(); ++i) {
     const Step &a = steps_[i], &b = other.steps_[i];
     if (a.op != b.op || a.tensors != b.tensors) return false;
-    if (a.cached.results.size() != b.cached.results.size()) return false;  // also hidden ones
+    if (a.cached.results.size() != b.cached.results.size()) return false;
     if (a.cached.views.size() != b.cached.views.size()) return false;
     for (size_t k = 0; k < a.cached.results.size(); ++k) {
       differs |= a.cached.results[k].geometry->sizes != b.cached.results[k].geometry->sizes;
@@ -347,7 +347,7 @@ void CellTrace::add(const OpInfo& op, const CallKey& key, const CachedCall& cach
 // information about this base. So if a signature contains a view of an input, the input becomes a
 // weight, because the identity of a weight is part of the key.
 void CellTrace::note_viewed_weights() {
-  std::unordered_map<uint32_t, uint32_t> viewed;  // by number of a view: number of its base
+  std::unordered_map<uint32_t, uint32_t> viewed;  // for each view: number of its base
   for (const CellTemplate::Step& step : made_->steps_) {
     const auto root = [&](uint32_t number) {
       const auto found = viewed.find(number);

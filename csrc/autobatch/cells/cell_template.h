@@ -3,7 +3,7 @@
 // call of the same kind does not run the function. Instead, the library adds the template's nodes,
 // with the arguments of this call as operands. In Suarez and Zhu's Efficient Dynamic Batching and
 // in Cavs (vertex functions), the function is the unit of batching. In this library the function is
-// the unit of capture, and its nodes are batched like all other nodes.
+// the unit of capture, and the nodes of a call are batched like all other nodes.
 #pragma once
 
 #include "autobatch/capture/record_call.h"
@@ -22,7 +22,7 @@
 namespace autobatch {
 
 // The function of a cell. Contains the function's identity in keys, and facts that are known from
-// calls in earlier blocks. Thread-safe.
+// calls in earlier blocks. This class is thread-safe.
 class CellFunction {
  public:
   // `compiles`: if possible, the subgraphs run as compiled code (compiled_subgraph.h).
@@ -52,9 +52,10 @@ class CellFunction {
 // is neither an input nor a result, such as a parameter or a constant.
 class CellTemplate {
  public:
-  // Adds the nodes and appends the outputs. Returns false if a weight has changed since the trace.
-  // In this case the nodes that were already added stay unused. `known`: the values of the inputs,
-  // as CellTable::make_key returns them; an entry may be kNone.
+  // Adds the template's nodes to the graph, and appends the outputs of the call to `outputs`.
+  // Returns false if a weight has changed since the trace. In this case the nodes that were already
+  // added stay unused. `known`: the values of the inputs, as CellTable::make_key returns them; an
+  // entry may be kNone.
   AUTOBATCH_INTERNAL bool apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
                                 c10::SmallVectorImpl<at::Tensor>& outputs,
                                 at::ArrayRef<ValueId> known = {}) const;
@@ -63,7 +64,7 @@ class CellTemplate {
   // Returns a description of the first difference from `other`, for an error message. Returns an
   // empty string if there is no difference.
   AUTOBATCH_INTERNAL std::string difference(const CellTemplate& other) const;
-  // Returns the weights: tensors that are neither inputs nor results.
+  // Returns the tensors that are neither inputs nor results.
   AUTOBATCH_INTERNAL std::vector<at::Tensor> weights() const;
 
   // Whether a call adds one node for all ops, or for nearly all ops (subgraph.h).
@@ -71,7 +72,8 @@ class CellTemplate {
   // Removes the subgraph. Later calls add a node for each op, and these nodes can be batched with
   // other nodes.
   void drop_subgraph() { compact_.reset(); }
-  // Whether `other` has the same ops on tensors of other sizes.
+  // Whether `other` has the same ops on tensors of other sizes. The comparison includes hidden
+  // results.
   bool differs_in_sizes(const CellTemplate& other) const;
 
   // Data of the host (host_hooks.h) that belongs to the template.
@@ -98,11 +100,11 @@ class CellTemplate {
     bool is_weight;
     // A signature contains the identity of this tensor or of the base of its view.
     bool in_signatures = false;
-    // Metadata of the tensor when it was traced.
+    // The metadata that the tensor had when the call was traced.
     const Geometry* geometry = nullptr;
     bool requires_grad = false;
     c10::ScalarType dtype = c10::ScalarType::Undefined;
-    at::Tensor base = {};  // if `tensor` is a view that the traced call made without autograd
+    at::Tensor base = {};  // base of `tensor`, if the traced call made `tensor` without autograd
 
     bool looks_the_same() const;
     // Whether `tensor` is a view of memory that its base no longer has, after `base.data = ...`.
@@ -112,10 +114,10 @@ class CellTemplate {
     }
   };
 
-  // One node that replaces some of the steps, with its operands and results.
+  // A node that replaces some of the steps, with the node's operands and results.
   struct Part {
     CachedCall cached;
-    std::vector<uint32_t> operands, results;  // tensor numbers
+    std::vector<uint32_t> operands, results;  // numbers of tensors
     // Bit i of `asks` is set if autograd needs the gradient edge of operand i. Bit i of `of_call`
     // is set if operand i is an input or a result, and not a weight.
     uint64_t asks = 0, of_call = 0;
@@ -127,11 +129,11 @@ class CellTemplate {
   // steps before `main` are one node, `front`; if not, each op is a node. Outputs that are views of
   // results or inputs are made after `main`.
   struct Compact {
-    std::vector<uint32_t> before;  // steps that run before `main`, if there is no `front`
-    std::optional<Part> front;     // one node that replaces the steps `before`
+    std::vector<uint32_t> before;  // steps that run before `main`; empty if there is a `front`
+    std::optional<Part> front;     // one node that replaces the steps that run before `main`
     Part main;
     std::vector<uint32_t> views;                   // steps that make views after `main`
-    std::shared_ptr<std::atomic<uint64_t>> waits;  // CellFunction::waits
+    std::shared_ptr<std::atomic<uint64_t>> waits;  // the mask of CellFunction::waits
   };
   friend class SubgraphBuilder;
 
@@ -178,8 +180,8 @@ class CellTrace {
 
   // Returns this thread's trace, or null.
   AUTOBATCH_INTERNAL static CellTrace* current();
-  // If this thread has a trace, marks it as failed, so that no template is made from the call. If a
-  // trace fails several times, only the first reason is kept.
+  // If this thread has a trace, marks the trace as failed, so that no template is made from the
+  // call. If a trace fails several times, only the first reason is kept.
   AUTOBATCH_INTERNAL static void break_off(const char* reason, const std::string& what);
   // Marks the trace as failed because the function has read a tensor's value. The rest of the call
   // may depend on the value.
@@ -222,9 +224,9 @@ class CellTrace {
 [[noreturn]] AUTOBATCH_INTERNAL void raise_different(const std::string& name,
                                                      const std::string& difference);
 
-// The templates of one scope, by key. A key identifies the function and describes the tensors of
-// the call (CallKey). The key also tells which tensors are the same object, and contains the other
-// arguments.
+// The templates of one scope, indexed by key. A key identifies the function and describes the
+// tensors of the call (CallKey). The key also tells which tensors are the same object, and contains
+// the other arguments.
 class CellTable {
  public:
   // Makes the key of a call. Returns false if a tensor cannot be captured. Stores the values of the
@@ -243,7 +245,7 @@ class CellTable {
                               CellFunction& function);
   AUTOBATCH_INTERNAL void remove(const Key& key);
   void clear() { recent_.fill(nullptr), entries_.clear(), of_function_.clear(); }
-  // Whether the table is full. If it is full, calls of new kinds run op by op.
+  // Whether the table is full. If the table is full, calls of new kinds run op by op.
   bool is_full() const { return entries_.size() >= kMostTemplates; }
 
  private:
@@ -252,13 +254,13 @@ class CellTable {
     Key key;
     std::unique_ptr<CellTemplate> made;
   };
-  using Entries = std::unordered_multimap<uint64_t, Entry>;  // by hash
+  using Entries = std::unordered_multimap<uint64_t, Entry>;  // by the hash of the key
   Entries::iterator locate(const Key& key);
   Entry*& recent(const Key& key) { return recent_[(key[0] >> 8) % recent_.size()]; }
 
   Entries entries_;
-  std::array<Entry*, 8> recent_{};  // recently found entries, by function id modulo the size
-  // The templates that have a subgraph, by function.
+  std::array<Entry*, 8> recent_{};  // recently found entries, indexed by function id
+  // For each function id: the templates that have a subgraph.
   std::unordered_map<uint64_t, std::vector<CellTemplate*>> of_function_;
 };
 

@@ -9,8 +9,8 @@
 #include <unordered_map>
 
 namespace autobatch {
-// Builds the compact form of a template. All ops must have native rules and the same dispatch
-// context, and no op may be random. The results must have no gaps in memory.
+// Builds the compact form of a template. All ops in a part must have native rules and the same
+// dispatch context, and no op may be random. The results of the ops must have no gaps in memory.
 class SubgraphBuilder {
  public:
   SubgraphBuilder(Scope& scope, const CellTemplate& cell, at::ArrayRef<at::Tensor> inputs,
@@ -94,13 +94,14 @@ class SubgraphBuilder {
   }
 
   // If some inputs are results of other cells, marks the matrix products that depend only on the
-  // remaining inputs. In a recurrent network, one product then covers the inputs of all time steps,
-  // as in code written by hand. Only the products of the states have to wait for other cells.
+  // other inputs, and the steps that compute the operands of these products. In a recurrent
+  // network, one product then covers the inputs of all time steps, as in code written by hand. Only
+  // the products of the states have to wait for other cells.
   void find_before() {
     before_.assign(cell_.steps_.size(), 0);
     const uint64_t waiting = *compact_.waits;
     if (waiting == 0) return;
-    // By tensor number: bit mask of the inputs that the tensor depends on.
+    // For each tensor number: bit mask of the inputs that the tensor depends on.
     std::unordered_map<uint32_t, uint64_t> needs;
     for (uint32_t i = 0; i < std::min<size_t>(inputs_.size(), 64); ++i) needs[i] = uint64_t{1} << i;
     for (const Step& step : cell_.steps_) {
@@ -110,7 +111,7 @@ class SubgraphBuilder {
       const bool waits = (inputs & waiting) != 0;
       if (live_[number_of(step)] && !waits && is_heavy(step)) before_[number_of(step)] = 1;
     }
-    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // marks the steps that compute the operands
+    for (size_t s = cell_.steps_.size(); s-- > 0;) {  // marks the steps that compute operands
       if (!before_[s]) continue;
       for (const uint32_t tensor : cell_.steps_[s].tensors) {
         const auto made = maker_.find(tensor);
@@ -167,8 +168,9 @@ class SubgraphBuilder {
     }
   }
 
-  // Returns the value of one of the cell's tensors. A tensor without a value becomes a new operand.
-  // Returns kNone if the tensor cannot be an operand of a subgraph.
+  // Returns the value of the cell's tensor `number`. If the tensor has no value yet, the tensor
+  // becomes an operand of the subgraph. Returns kNone if the tensor cannot be an operand of a
+  // subgraph.
   ValueId value_of(uint32_t number) {
     const auto found = values_.find(number);
     if (found != values_.end()) return found->second;
@@ -352,11 +354,11 @@ class SubgraphBuilder {
   CellTemplate::Part part_;
   CellTemplate::Compact compact_;
   const DispatchContext* context_ = nullptr;
-  std::unordered_map<uint32_t, size_t> maker_;  // by number: index of the step that computes it
-  std::vector<uint8_t> live_, before_;          // by step
-  std::unordered_map<uint32_t, uint8_t> is_result_;  // by number
-  std::unordered_map<uint32_t, uint8_t> has_gaps_;   // by number of an input
-  std::unordered_map<uint32_t, ValueId> values_;     // by number
+  std::unordered_map<uint32_t, size_t> maker_;  // for each tensor number: the step that computes it
+  std::vector<uint8_t> live_, before_;          // indexed by step
+  std::unordered_map<uint32_t, uint8_t> is_result_;  // 1 for each tensor number of a result
+  std::unordered_map<uint32_t, uint8_t> has_gaps_;   // 1 for each input with gaps
+  std::unordered_map<uint32_t, ValueId> values_;     // for each tensor number: its value
 };
 
 void CellTemplate::make_compact(Scope& scope, CellFunction& function,

@@ -47,7 +47,8 @@ inline constexpr c10::DispatchKeySet kBeforeCapture =
 static_assert(kDeferKey > c10::DispatchKey::FuncTorchGradWrapper,
               "the key must lie above autograd, autocast and functorch's wrappers");
 
-// autograd::Node is held by std::shared_ptr up to 2.12 and by c10::intrusive_ptr from 2.13 on.
+// autograd::Node is held by std::shared_ptr up to PyTorch 2.12, and by c10::intrusive_ptr from 2.13
+// on.
 using NodePtr = std::remove_cv_t<decltype(torch::autograd::Edge::function)>;
 
 template <class T, class... Args>
@@ -60,11 +61,11 @@ auto make_node(Args&&... args) {
 }
 
 // Whether the autograd metadata of a tensor equals the metadata of a new tensor, except for
-// requires_grad. Returns false for newer versions of PyTorch, whose AutogradMeta may have members
+// requires_grad. Returns false for versions after PyTorch 2.15, whose AutogradMeta may have members
 // that this function does not check.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15
-  const auto grad_dtype_is_as_made = [](const auto& m) {  // these members exist from 2.10 on
+  const auto grad_dtype_is_as_made = [](const auto& m) {  // members of PyTorch 2.10 and later
     if constexpr (requires { m.grad_dtype_, m.allow_grad_dtype_mismatch_; }) {
       return !m.grad_dtype_.has_value() && !m.allow_grad_dtype_mismatch_;
     } else {
@@ -84,7 +85,8 @@ inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 
 // Whether a profiler records the arguments of ops. `State` is
 // torch::profiler::impl::ProfilerStateBase. The class has a global state and a thread-local state.
-// Up to PyTorch 2.13 one accessor covers both states. From 2.14 on each state has an accessor.
+// Up to PyTorch 2.13, one accessor covers both states. From 2.14 on, each of the two states has a
+// separate accessor.
 template <class State>
 bool records_arguments() {
   const auto records = [](const auto& state) {

@@ -1,5 +1,5 @@
-// Code for `x[index] = value` that depends on the version of PyTorch. It is not in compat.h,
-// because only one file needs it.
+// Code for `x[index] = value` that depends on the version of PyTorch. This code is not in compat.h,
+// because only one file needs this code.
 #pragma once
 
 #include <ATen/TensorIndexing.h>

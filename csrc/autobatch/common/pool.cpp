@@ -24,7 +24,7 @@ constexpr size_t kMostKept = size_t{1} << 28;
 constexpr size_t kHeader = c10::gAlignment;  // size of the header, which holds the size class
 constexpr size_t kClasses = 8;  // size classes per power of two; at most 1/8 of a block is unused
 constexpr size_t kLarger = 4;   // a block may be this many classes larger than requested
-constexpr int kTrimEvery = 16;  // number of flushes
+constexpr int kTrimEvery = 16;  // number of flushes between two trims
 
 size_t class_of(size_t bytes) {
   const auto log = static_cast<size_t>(std::bit_width(bytes - 1)) - 1;  // 2^log < bytes
@@ -111,7 +111,7 @@ class Pool {
   void* allocate(size_t bytes) {
     try {
       return c10::alloc_cpu(bytes);
-    } catch (const std::exception&) {  // out of memory: tries again without the kept blocks
+    } catch (const std::exception&) {  // out of memory: frees the kept blocks and tries again
       clear();
       return c10::alloc_cpu(bytes);
     }
@@ -129,8 +129,8 @@ class Pool {
   }
 
   std::mutex mutex_;
-  std::array<std::vector<void*>, kClasses * 32> free_;  // blocks by class
-  size_t kept_ = 0;                                     // bytes
+  std::array<std::vector<void*>, kClasses * 32> free_;  // free blocks, by size class
+  size_t kept_ = 0;                                     // total size of the free blocks
   size_t least_kept_ = 0;  // least value of kept_ since the last trim: these bytes were not needed
   int flushes_ = 0;
 };

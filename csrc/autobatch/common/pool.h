@@ -1,10 +1,10 @@
 // A memory pool for the buffers of flushes and of backward. The pool keeps its memory from one
 // flush to the next.
 //
-// Each training step allocates the same tens of megabytes. Without a pool, memory is returned to
-// the system after each step, and the next step has a page fault for each page. At a page fault the
-// system also fills the page with zeros. For a Tree-LSTM with hidden size 128 and no pool, page
-// faults took 20 to 25 % of the time of flush and backward.
+// Each training step allocates buffers of the same sizes, tens of megabytes in total. Without a
+// pool, memory is returned to the system after each step, and the next step has a page fault for
+// each page. At a page fault the system also fills the page with zeros. For a Tree-LSTM with hidden
+// size 128 and no pool, page faults took 20 to 25 % of the time of flush and backward.
 #pragma once
 
 #include "autobatch/common/pooled_memory.h"

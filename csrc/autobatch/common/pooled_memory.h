@@ -13,8 +13,8 @@ namespace autobatch {
 void* take_memory(size_t bytes);
 void give_back_memory(void* memory, size_t bytes) noexcept;
 
-// An allocator for vectors in the pool's memory. It is used for megabytes of data that every
-// batch() block allocates.
+// An allocator for vectors in the pool's memory. The allocator is used for megabytes of data that
+// every batch() block allocates.
 template <class T>
 struct PoolAllocator {
   using value_type = T;

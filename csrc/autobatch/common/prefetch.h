@@ -10,7 +10,7 @@ namespace autobatch {
 constexpr int64_t kRowsAhead = 4;
 
 // Prefetches the cache lines of a row that will be read or written. For a long row, prefetches only
-// the first kMost bytes. The hardware prefetcher then loads the rest by itself.
+// the first kMost bytes. The hardware prefetcher then loads the rest of the row by itself.
 inline void prefetch_row(const void* row, size_t bytes) {
 #if defined(__GNUC__)
   constexpr size_t kLine = 64, kMost = 1024;

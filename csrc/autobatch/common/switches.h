@@ -50,7 +50,7 @@ class Switch {
   std::atomic<uint64_t> uses_ = 0;
 };
 
-// Returns the entries of AUTOBATCH_DISABLE that name no switch.
+// Returns the entries of AUTOBATCH_DISABLE that are neither the name of a switch nor of a group.
 AUTOBATCH_INTERNAL std::vector<std::string> unknown_disabled_names();
 
 }  // namespace autobatch

@@ -48,7 +48,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::AutoGradMode no_grad(false);
   bool known = true;
-  double rounding = 0;  // of the arguments: a float64 sum of float32 values is not more exact
+  double rounding = 0;  // tolerance of the arguments (a float64 sum of float32 values is not exact)
   const auto eager = [&](const at::Tensor& tensor) {
     const PendingTensor* pending = as_pending(tensor);
     if (pending == nullptr) return tensor;

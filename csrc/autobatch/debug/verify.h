@@ -33,13 +33,13 @@ class Verifier {
   struct Expected {
     at::Tensor tensor;
     std::string site;
-    double tolerance = 0;  // tolerance of the least exact dtype among the values used to compute it
+    double tolerance = 0;  // tolerance of the least exact dtype that `tensor` was computed from
   };
   std::unordered_map<ValueId, Expected> expected_;
 };
 
-// `again` is a recomputed result of an op. Raises an error if its difference from `before` is
-// larger than rounding.
+// `before` is a result of an op, and `again` is the same result, computed again. Raises an error if
+// their difference is larger than rounding.
 void check_recomputed(const at::Tensor& again, const at::Tensor& before,
                       const Signature& signature);
 

@@ -23,7 +23,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 #include <unordered_set>
 #include <utility>
@@ -43,8 +42,8 @@ class NoFlushGuard {
 };
 
 // Returns the nodes that the gradients of the roots pass through, in order of capture. Omits the
-// nodes whose results are before `first`. Calls `meet` once for each graph input that these
-// gradients reach, with the value of the graph input. Returns nothing if `meet` returns false.
+// nodes whose results have value numbers less than `first`. Calls `meet` once for each graph input
+// that these gradients reach, with its value. Returns nothing if a call of `meet` returns false.
 template <class Meet>
 std::optional<std::vector<NodeId>> nodes_behind(const Tape& tape, at::ArrayRef<ValueId> roots,
                                                 ValueId first, const Meet& meet) {
@@ -107,8 +106,8 @@ class Derivation {
     }
     find_overwritten();
     if (!find_nodes(roots)) return false;
-    // Formulas must read the values that the nodes read, and not values that were later written to
-    // the same memory.
+    // The ops of formulas must read the values that the nodes read, and not values that were
+    // written to the same memory later.
     std::optional<Graph::RawGuard> raw;
     if (graph_.has_writes()) raw.emplace(graph_);
     const at::AutoGradMode grad_mode(options_.create_graph);
@@ -182,11 +181,11 @@ class Derivation {
 
   // --- the nodes between the outputs and the inputs ---
 
-  // Finds the nodes that the roots depend on. Adds the found nodes that depend on an input to
-  // `leads_`. Returns false if autograd must run.
+  // Finds the nodes that the roots depend on (`nodes_`), and the nodes among them that depend on an
+  // input (`leads_`). Returns false if autograd must run.
   bool find_nodes(at::ArrayRef<ValueId> roots) {
-    // If all inputs are captured values, no path to an input contains a value before the first
-    // input.
+    // If all inputs are captured values, no path from a root to an input contains a value that was
+    // captured before the first input.
     ValueId first = by_edge_.empty() ? kNone : 0;
     for (const auto& entry : by_value_) first = std::min(first, first_result_beside(entry.first));
     auto nodes = nodes_behind(tape(), roots, first, [&](ValueId id) {
@@ -220,7 +219,7 @@ class Derivation {
     });
   }
 
-  // Returns the first result of the node that computes the value. Returns a view unchanged.
+  // Returns the first result of the node that computes the value, or `id` itself for a view.
   ValueId first_result_beside(ValueId id) const {
     const NodeId node = value(id).base == id ? value(id).node : kNone;
     return node == kNone ? id : tape().nodes[node].first_value;
@@ -240,7 +239,7 @@ class Derivation {
   // error for this node.
   bool is_understood(const Node& node) const {
     const auto is_overwritten = [&](ValueId id) { return overwritten_.count(value(id).base) != 0; };
-    // The user's backward may write in place and read values.
+    // The user's backward function may write in place and read values.
     if (node.signature->op->is_function) return false;
     for (uint32_t k = 0; k < node.num_values; ++k) {
       if (has_requests(tape(), node.first_value + k)) return false;
@@ -250,8 +249,9 @@ class Derivation {
     return overwritten_.empty() || find_saved_and_gone(tape(), node, is_overwritten) == kNone;
   }
 
-  // Whether the graph input is unchanged and its autograd history contains no input of the call. If
-  // the graph input is itself an input of the call, its history must contain no other input.
+  // Whether the graph input is unchanged and its autograd history contains no input of
+  // autograd.grad. If the graph input is itself such an input, its history must contain no other
+  // input.
   bool is_understood(const GraphInput& graph_input, ValueId id) const {
     if (graph_input.counted && graph_input.counter.current_version() != graph_input.version)
       return false;
@@ -266,7 +266,7 @@ class Derivation {
   }
 
   bool may_lead_to_input(const Edge& edge) const {
-    constexpr size_t kMost = 64;  // autograd nodes visited
+    constexpr size_t kMost = 64;  // maximum number of autograd nodes to visit
     std::vector<const torch::autograd::Node*> waiting{edge.function.get()};
     std::unordered_set<const torch::autograd::Node*> seen(waiting.begin(), waiting.end());
     while (!waiting.empty()) {
@@ -295,8 +295,8 @@ class Derivation {
 
   // --- gradients ---
 
-  // Adds `gradient` to the gradient of a value and of all values that it is a view of. Returns
-  // false if a view has no gradient formula.
+  // Adds `gradient` to the gradient of the value `id` and of all values that `id` is a view of.
+  // Returns false if a view has no gradient formula.
   bool add(ValueId id, const at::Tensor& gradient) {
     for (ValueId v = id; v != kNone && value(v).requires_grad; v = value(v).parent) {
       const bool goes_on = value(v).base == v && leads_.count(value(v).node) != 0;
@@ -366,9 +366,9 @@ class Derivation {
     return true;
   }
 
-  // Computes the gradients of a node that assembles a value from a base and written pieces
-  // (deferred_writes.cpp). A piece gets the gradient of the region that it was written to, and the
-  // base gets the rest of the gradient.
+  // Computes the gradients of the operands of an `assemble` node, which replaces pieces of a base
+  // value (deferred_writes.cpp). A piece gets the gradient of the region that it was written to,
+  // and the base gets the rest of the gradient.
   bool differentiate_assembly(const Node& node) {
     const auto found = gradients_.find(node.first_value);
     if (found == gradients_.end()) return true;
@@ -383,7 +383,7 @@ class Derivation {
     const auto operands = tape().operands_of(node);
     const std::vector<ValueId> inputs(operands.begin(), operands.end());
     const size_t count = (inputs.size() - 1) / 2;
-    std::vector<std::pair<const Geometry*, int64_t>> places;  // geometry and offset, by piece
+    std::vector<std::pair<const Geometry*, int64_t>> places;  // by piece: its geometry and offset
     for (size_t e = 0; e < count; ++e) {
       const Value& place = value(inputs[1 + e]);
       places.emplace_back(place.geometry, place.offset - value(inputs[0]).offset);
@@ -402,8 +402,8 @@ class Derivation {
       parts.push_back(part_of(gradient, *place, offset));
       zeros.push_back(at::zeros({}, whole.options()).expand(place->sizes));
     }
-    // Inserts the zeros with autobatch::assemble instead of writes, because reads ignore writes
-    // while derivatives are captured (Graph::RawGuard).
+    // The zeros are inserted with autobatch::assemble and not with writes, because reads ignore
+    // writes while derivatives are captured (Graph::RawGuard).
     using Assemble = at::Tensor(const at::Tensor&, at::TensorList, at::TensorList);
     const at::Tensor rest = assemble_op().handle.typed<Assemble>().call(gradient, parts, zeros);
     return add(inputs[0], part_of(rest, g, 0));
@@ -441,13 +441,13 @@ class Derivation {
   Scope& scope_;
   Graph& graph_;
   const DeriveOptions& options_;
-  std::vector<std::pair<ValueId, size_t>> by_value_;  // pending inputs and their indices
-  std::vector<std::pair<Edge, size_t>> by_edge_;      // other inputs and their indices
-  std::vector<at::Tensor> found_;                     // by input
+  std::vector<std::pair<ValueId, size_t>> by_value_;  // captured inputs, with their indices
+  std::vector<std::pair<Edge, size_t>> by_edge_;      // all other inputs, with their indices
+  std::vector<at::Tensor> found_;                     // by input: its gradient
   std::unordered_set<ValueId> overwritten_;
   std::vector<NodeId> nodes_;
   std::unordered_set<NodeId> leads_;
-  std::unordered_map<ValueId, at::Tensor> gradients_;  // by result
+  std::unordered_map<ValueId, at::Tensor> gradients_;  // by result: its gradient
 };
 
 }  // namespace
@@ -471,7 +471,7 @@ std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
   Derivation derivation(*scope, options);
   try {
     if (!derivation.run(outputs, gradients, inputs)) return std::nullopt;
-  } catch (const std::exception& error) {  // autograd then runs, and may raise its own error
+  } catch (const std::exception& error) {  // autograd then runs and may raise an error
     if (host_interrupts(error)) throw;
     return std::nullopt;
   }

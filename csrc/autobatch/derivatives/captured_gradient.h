@@ -22,8 +22,8 @@ struct DeriveOptions {
 
 // Returns the gradients of the inputs. A gradient is undefined if eager returns None for the input.
 // Returns nullopt, without any visible effect, if autograd itself must run. Autograd must run if an
-// op has no formula. Autograd must also run if there are hooks, history outside the graph or
-// errors, because the graph does not describe the effects of these.
+// op has no formula. Autograd must also run if there are hooks, if an input has a history outside
+// the graph, or if eager may raise an error, because the graph describes none of these.
 AUTOBATCH_INTERNAL std::optional<std::vector<at::Tensor>> derive(at::ArrayRef<at::Tensor> outputs,
                                                                  at::ArrayRef<at::Tensor> gradients,
                                                                  at::ArrayRef<at::Tensor> inputs,

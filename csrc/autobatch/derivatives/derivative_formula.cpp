@@ -42,12 +42,14 @@ void put(Stack& arguments, const Formula::Input& input, const at::Tensor& tensor
 }
 
 // Returns a sample tensor with the value's geometry, dtype and device, in new memory. `as_matrix`:
-// the sample is nearly the identity matrix, because the op fails for singular matrices.
+// whether the sample is nearly the identity matrix. This is necessary if the op fails for singular
+// matrices.
 at::Tensor sample_of(const Value& value, bool as_matrix) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   const Geometry& g = *value.geometry;
-  // Samples of integers are zeros, because 0 is always a valid index.
+  // Samples of integer tensors are zeros, because the op may use the integers as indices, and 0 is
+  // always a valid index.
   const int fill = c10::isIntegralType(value.dtype, /*includeBool=*/true) ? 0 : 1;
   const at::Tensor sample = at::full({std::max<int64_t>(g.extent, 1)}, fill, value.options())
                                 .as_strided(g.sizes, g.strides, 0)
@@ -182,7 +184,8 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
   } catch (const std::exception& error) {  // there is no formula, so autograd runs
     if (host_interrupts(error)) throw;
   }
-  // If the table contains this many formulas, the same sizes probably do not occur again.
+  // If the table contains so many formulas, most calls probably have new sizes and do not use the
+  // cached formulas.
   if (entries_.size() >= kMostFormulas) entries_.clear();
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }
@@ -232,8 +235,8 @@ void FormulaTrace::run(const OpInfo& op, c10::DispatchKeySet keys, Stack* stack)
     op.handle.redispatchBoxed(keys & kBelow, stack);  // the called ops are dispatched to run()
     return;
   }
-  // The check is not recorded, because forward of the op makes the same check. It does not run
-  // here, because a sample may be singular.
+  // The check is not recorded, because forward of the op makes the same check. The check does not
+  // run here either, because a sample may be singular.
   if (op.name == "aten::_linalg_check_errors") return torch::jit::drop(*stack, op.num_arguments);
   if (op.name == "aten::fill_.Scalar" && fills_new(arguments)) {
     return op.handle.redispatchBoxed(keys & kBelow, stack);
@@ -307,7 +310,7 @@ void FormulaTrace::note_results(const c10::IValue& result, bool in_place) {
     stands_for_.push_back(number);
     if (!tensor.defined()) return;
     if (in_place) {
-      // The write would also change any other tensor with the same memory. If there is another
+      // The write would also change any other known tensor with the same memory. If there is such a
       // tensor, the trace fails.
       auto& known = by_memory_[tensor.storage().unsafeGetStorageImpl()];
       for (Known& other : known) {

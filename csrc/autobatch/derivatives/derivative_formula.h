@@ -1,12 +1,12 @@
 // Represents the gradient of a captured op as a list of ops. This list is the formula that autograd
 // itself uses. To find the formula, the op runs once on sample tensors, and autograd's engine runs
-// its backward. FormulaTrace records each op that the engine calls. For other nodes of the
-// signature, the recorded ops are called with the tensors of the node. These calls are captured
-// like any other call (captured_gradient.h).
+// the backward of this call. FormulaTrace records each op that the engine calls. To compute the
+// gradient of a node, the recorded ops are called with the tensors of this node. These calls are
+// captured like any other call (captured_gradient.h).
 //
-// If tracing meets an op that reads values or draws random numbers, there is no formula, because
-// the list of ops would depend on the values. Dropout has a formula, because its replay uses the
-// mask that forward has stored.
+// If an op that reads values or draws random numbers is called, there is no formula, because the
+// recorded list of ops would be valid only for these values. Dropout has a formula, because its
+// replay uses the mask that forward has stored.
 #pragma once
 
 #include "autobatch/graph/graph.h"
@@ -29,12 +29,12 @@ class Scope;
 struct Formula {
   struct Input {
     uint32_t argument = 0;
-    uint32_t element = kNone;  // index in the argument, if that is a list
+    uint32_t element = kNone;  // index in the argument, if the argument is a list
     uint32_t number = 0;
   };
   struct Step {
     const OpInfo* op = nullptr;
-    std::vector<c10::IValue> arguments;  // without the tensors in `tensors`
+    std::vector<c10::IValue> arguments;  // the tensors in `tensors` are missing
     std::vector<Input> tensors;
     uint32_t first = 0;  // number of its first result
     uint32_t count = 0;
@@ -44,7 +44,7 @@ struct Formula {
   uint32_t num_tensors = 0;
   std::vector<Step> steps;
   std::vector<uint32_t> gradients;  // by operand: number of its gradient, or kNone
-  std::vector<uint8_t> reads;       // by number of an input: whether a step reads it
+  std::vector<uint8_t> reads;       // by input number: whether a step reads the input
 
   // Calls the steps. Returns a gradient for each operand. A gradient may be undefined. An input may
   // be undefined if no step reads it.
@@ -54,17 +54,17 @@ struct Formula {
 // The properties of a node that determine its formula.
 struct FormulaRequest {
   const Signature* signature = nullptr;
-  c10::SmallVector<const Value*, 8> operands;  // null: an optional tensor that was not given
+  c10::SmallVector<const Value*, 8> operands;  // null for a tensor that was not given
   c10::SmallVector<uint8_t, 8> wanted;         // by operand: whether its gradient is needed
-  at::ArrayRef<Value> results;                 // including hidden results
-  c10::SmallVector<uint8_t, 4> given;          // by result: whether it has a gradient
+  at::ArrayRef<Value> results;                 // all results, including hidden ones
+  c10::SmallVector<uint8_t, 4> given;          // by result: whether its gradient is given
 
   Key key() const;
 };
 
 // A cache of formulas. A formula is traced once for each combination of sizes. Tracing takes as
-// long as several tens of runs of the op. Without a formula, the call of autograd.grad needs a
-// flush, which takes longer.
+// long as several tens of runs of the op. Without a formula, each call of autograd.grad needs a
+// flush, which takes longer than tracing.
 class FormulaTable {
  public:
   // Returns the cached formula, or traces it. Returns null if the op has no formula.
@@ -76,7 +76,7 @@ class FormulaTable {
     std::unique_ptr<const Formula> formula;
   };
 
-  std::unordered_multimap<uint64_t, Entry> entries_;  // by hash
+  std::unordered_multimap<uint64_t, Entry> entries_;  // by hash of the key
 };
 
 // Records the ops that this thread calls while the object exists.

@@ -32,8 +32,8 @@ class Executor {
         estimate_(options.estimate) {}
 
   Failures run() {
-    // Earlier batches are not moved, because an open record has many batches, and parts of it run
-    // often.
+    // The batches before `first_batch` are not moved, because an open record has many batches, and
+    // each of its many flushes runs only a few of them.
     const auto first = record_.batches.begin() + static_cast<ptrdiff_t>(first_batch_);
     std::vector<BatchRecord> planned(std::make_move_iterator(first),
                                      std::make_move_iterator(record_.batches.end()));
@@ -50,7 +50,7 @@ class Executor {
         Trace* trace = record_.trace.get();
         const BatchTimer timer(trace, trace == nullptr ? TraceBatch{} : traced(batch, b));
         !failures_ ? run_timed(std::move(batch)) : run_survivors(batch);
-        if (failures_) continue;  // keeps the slabs, because members may run again
+        if (failures_) continue;  // keeps all slabs, because members may run again
         for (uint32_t slab : record_.store.last_use[b]) {
           record_.store.slabs[slab] = at::Tensor();
         }
@@ -99,7 +99,7 @@ class Executor {
     costs_->add(serial, members, std::chrono::steady_clock::now() - began);
   }
 
-  // Must be called before the batch runs, because the run may free its operands.
+  // Must be called before the batch runs, because the run may free the operands of the batch.
   void add_to_estimate(BatchRecord& batch) {
     const std::span<const NodeId> members(record_.order.data() + batch.first, batch.count);
     enter(batch.signature->context);
@@ -135,7 +135,7 @@ class Executor {
     }
   }
 
-  // Returns the failed node whose result `node` reads, or kNone if there is none.
+  // Returns the failed node whose result `node` reads, or kNone if there is no such node.
   NodeId reads_failed(NodeId node) const {
     const Tape& tape = record_.tape;
     for (ValueId id : tape.operands_of(tape.nodes[node])) {
@@ -156,13 +156,13 @@ class Executor {
     } catch (const std::exception& error) {
       if (batch.count > 1 || batch.rule == &loop_rule() || host_interrupts(error)) throw;
       batch = part_of(batch, batch.first, 1);
-      batch.rule = &loop_rule();  // so that the error is the same as in eager mode
+      batch.rule = &loop_rule();  // raises the same error as eager mode
       run_by_rule(batch);
     }
     count(batch);
   }
 
-  // Allocates the slabs of the results, unless an earlier batch has done so.
+  // Allocates the slabs of the batch's results, unless an earlier batch has allocated them.
   void make_slabs(const BatchRecord& batch) {
     Store& store = record_.store;
     const Node& node = record_.tape.nodes[record_.order[batch.first]];

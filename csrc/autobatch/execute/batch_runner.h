@@ -14,8 +14,8 @@ struct FlushOptions;
 // halves are halved again, down to single members. Therefore all results that do not depend on a
 // failed member are computed. If memory ran out, smaller batches may still succeed. The reported
 // error is the error of the member that failed. Afterwards the record contains only the batches and
-// nodes that ran. The function uses the options `report`, `costs` and `estimate`. It adds times of
-// batches to `costs` and `estimate`.
+// nodes that ran. The function uses the options `report`, `costs` and `estimate`. The function adds
+// times of batches to `costs` and `estimate`.
 Failures run_batches(FlushRecord& record, const FlushOptions& options, size_t first_batch);
 
 }  // namespace autobatch

@@ -1,5 +1,5 @@
 // Implements Graph::compact, which renumbers the waiting nodes and their values if most nodes of
-// the tape are finished. The time is proportional to the number of pending nodes. Therefore
+// the tape are finished. The time is proportional to the number of all nodes of the tape. Therefore
 // compaction runs only when at least half of the nodes are finished.
 //
 // A result that was computed in an open record (incremental_flush.h) is kept as long as something
@@ -19,8 +19,8 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kLeast = 4096;  // minimum number of finished nodes
-// If less than 1/kSparse of a slab is in use, its results are moved to a smaller slab.
+constexpr size_t kLeast = 4096;  // minimum number of finished nodes for a compaction
+// If less than 1/kSparse of a slab is in use, the results in the slab are moved to a smaller slab.
 constexpr int64_t kSparse = 4;
 
 // Reduces the slabs of an open record to the results that are kept.
@@ -28,7 +28,8 @@ class SlabCompactor {
  public:
   explicit SlabCompactor(Store& store) : old_(store), numbers_(store.slabs.size(), kNone) {}
 
-  // Must be called once for each kept result, in the order of the values.
+  // Adds a result that is kept. Must be called once for each kept result, in the order of the
+  // values.
   void keep(Allocation& place, const Value& value) {
     uint32_t& number = numbers_[place.slab];
     if (number == kNone) {
@@ -83,9 +84,9 @@ class SlabCompactor {
 
   Store& old_;
   Store new_;
-  std::vector<uint32_t> numbers_;                      // by old slab
+  std::vector<uint32_t> numbers_;                      // for each old slab: its new number
   std::vector<int64_t> used_;                          // for each new slab: number of kept elements
-  std::vector<std::pair<Allocation*, int64_t>> kept_;  // place and extent
+  std::vector<std::pair<Allocation*, int64_t>> kept_;  // place and extent of each kept result
 };
 
 }  // namespace
@@ -263,10 +264,10 @@ class Compactor {
 
   Graph& graph_;
   Tape& old_;
-  FlushRecord* record_;  // null if only waiting nodes are kept
+  FlushRecord* record_;  // the open record; null if there is none
   Tape new_;
-  std::vector<uint8_t> kept_;         // for each old value: Kept
-  std::vector<ValueId> new_value_;    // by old value
+  std::vector<uint8_t> kept_;         // for each old value: whether and why it is kept (Kept)
+  std::vector<ValueId> new_value_;    // for each old value: its new number
   std::vector<NodeId> nodes_before_;  // for each old node: number of new nodes before it
 };
 
@@ -276,7 +277,8 @@ void Graph::compact() {
     if (num_finished_ >= tape_.nodes.size() / 2) Compactor(*this).run();
     return;
   }
-  // Nodes that the last compaction kept may be needed for a long time, so they are not counted.
+  // Nodes that the last compaction kept may be needed for a long time, so these nodes are not
+  // counted.
   const size_t left = num_waiting() + progress_->kept;
   if (num_finished_ - progress_->kept < std::max(kLeast, 2 * left)) return;
   if (can_be_compacted(*open_record_)) Compactor(*this).run();

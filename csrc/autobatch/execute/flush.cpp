@@ -63,8 +63,9 @@ bool is_read(const Tape& tape, ValueId graph_input, const FlushGraph& graph) {
   return false;
 }
 
-// If `graph` is small, calls `function` only for graph inputs that are operands of its nodes, and
-// for some of them more than once. If `graph` is large, calls `function` for all graph inputs.
+// If `graph` is small, calls `function` only for the graph inputs that nodes of `graph` read, and
+// may call it several times for one graph input. If `graph` is large, calls `function` once for
+// each graph input of the tape.
 template <class Function>
 void for_each_graph_input(const Tape& tape, const FlushGraph& graph, const Function& function) {
   if (graph.size() > tape.graph_inputs.size() / 4) {
@@ -105,7 +106,7 @@ void check_memory(const Tape& tape, const FlushGraph& graph) {
 struct Plan {
   at::ArrayRef<NodeId> nodes;
   // Results that tensors refer to. The flush runs only the nodes on which these results depend. If
-  // null, the flush runs all nodes.
+  // `held` is null, the flush runs all of `nodes`.
   const std::vector<ValueId>* held = nullptr;
 };
 
@@ -190,7 +191,7 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
     const ProfilerRange range("torch_autobatch::execute");
     const TraceTimer timer(record.trace.get(), "execute");
     return run_batches(record, options, num_batches);
-  } catch (...) {  // e.g. out of memory
+  } catch (...) {  // for example, there is no memory for the slabs
     if (!placed) {
       record.batches.erase(record.batches.begin() + static_cast<ptrdiff_t>(num_batches),
                            record.batches.end());
@@ -202,8 +203,8 @@ Failures run_nodes(FlushRecord& record, const Plan& plan, const FlushOptions& op
   }
 }
 
-// Runs nodes for the targets and leaves them in the graph. If some nodes fail, the other nodes that
-// ran remain computed.
+// Runs `nodes`, which compute the targets, and leaves the nodes in the graph. If some nodes fail,
+// the other nodes that ran remain computed.
 Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                       const FlushOptions& options) {
   graph.forget_memories();
@@ -226,7 +227,7 @@ Failures compute_part(Graph& graph, at::ArrayRef<ValueId> targets, const std::ve
       const ProfilerRange materializes("torch_autobatch::materialize");
       const TraceTimer timer(record->trace.get(), "materialize");
       if (!failures && !options.values_only) materialize_results(*record, results);
-    } catch (...) {  // no memory for the results' own copies
+    } catch (...) {  // for example, there is no memory for the copies of the results
       failures.add(std::current_exception());
     }
   }
@@ -263,7 +264,7 @@ void verify(const FlushRecord& record, const FlushOptions& options, Failures& fa
   options.verifier->clear();
 }
 
-// Turns the held tensors into real tensors. Returns the tensors of the split's exports.
+// Turns the held tensors into real tensors. Returns the tensors of the exports of the split.
 std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, HeldTensors& held,
                                   const FlushOptions& options, Failures& failures) {
   try {
@@ -271,14 +272,14 @@ std::vector<Computed> materialize(const std::shared_ptr<FlushRecord>& record, He
     const TraceTimer timer(record->trace.get(), "materialize");
     std::vector<Computed> exported = held.materialize(record, failures);
     if (options.read_records != nullptr) options.read_records->add(record);
-    if (record->is_held.empty()) {  // otherwise Recompute may read the slabs
+    if (record->is_held.empty()) {  // if it is not empty, Recompute may read the slabs
       Store& store = record->store;
       for (const uint32_t slab : store.held) {
         if (store.savers[slab] == 0) store.slabs[slab] = at::Tensor();
       }
     }
     return exported;
-  } catch (...) {  // no memory for the results' own copies
+  } catch (...) {  // for example, there is no memory for the copies of the results
     failures.add(std::current_exception());
     return held.lose_rest(failures.first());
   }
@@ -296,8 +297,8 @@ std::vector<NodeId> nodes_to_run(const Tape& tape) {
 
 // Runs `nodes`, which were chosen for the targets, and closes the open record. If there are neither
 // nodes nor targets, runs all pending nodes. Nodes that failed before run again, to find the
-// tensors that become lost. All computed nodes of the part are removed from the graph, including
-// nodes of earlier reads, and their tensors become real.
+// tensors that become lost. All computed nodes are removed from the graph, including the nodes that
+// earlier reads have computed. The tensors of these nodes become real.
 void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId> nodes,
                 const FlushOptions& options, Failures failures) {
   std::shared_ptr<void> nobody_dies = host_hold();
@@ -336,8 +337,8 @@ void close_part(Graph& graph, at::ArrayRef<ValueId> targets, std::vector<NodeId>
   std::rethrow_exception(failures.first().cause);
 }
 
-// Tries to compute the nodes and to leave them in the graph. Returns true on success. Otherwise
-// `failures` is set only if no node may run again.
+// Tries to compute `nodes` without removing the nodes from the graph. Returns true on success.
+// Otherwise `failures` is set only if no node may run again.
 bool leave_open(Graph& graph, at::ArrayRef<ValueId> targets, const std::vector<NodeId>& nodes,
                 const FlushOptions& options, Failures& failures) {
   if (!stays_open(graph, targets, nodes, options.values_only)) return false;

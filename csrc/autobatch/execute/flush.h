@@ -36,14 +36,14 @@ struct FlushOptions {
   Report* report;
   const at::ThreadLocalState* clean;  // the thread state in which the flush runs
   std::shared_ptr<InternTables> tables;
-  Verifier* verifier;  // may be null
+  Verifier* verifier;  // verifies computed results; may be null
   std::string reason;
   std::vector<OpFailure>* losses = nullptr;  // receives an entry for each failed op
   bool values_only = false;  // the targets' tensors may stay pending (incremental_flush.h)
-  ReadRecords* read_records = nullptr;    // the scope's (overwrites.h); may be null
+  ReadRecords* read_records = nullptr;    // the scope's read records (overwrites.h); may be null
   DeferredChecks* checks = nullptr;       // the assertions that wait for values; may be null
   SliceCosts* costs = nullptr;            // set only for a slice: receives the times of batches
-  WeightCopies* weight_copies = nullptr;  // the scope's (packed_weights.h); may be null
+  WeightCopies* weight_copies = nullptr;  // the scope's copies (packed_weights.h); may be null
   EagerEstimate* estimate = nullptr;      // receives the estimated eager time; may be null
 };
 
@@ -52,7 +52,7 @@ struct FlushOptions {
 // pending tensors into real tensors. If a captured op fails, tensors that do not depend on this op
 // become real, and the other tensors become lost. After a failure, an error is raised with the op,
 // its shapes and the line of code that captured the op. If several ops failed, the error of the op
-// that was captured first is raised. Even after an error, none of the selected nodes is pending.
+// that was captured first is raised. Even after an error, no selected node is pending.
 void flush_pending(Graph& graph, at::ArrayRef<ValueId> targets, const FlushOptions& options);
 
 // Runs about half of the pending nodes. Selects ready nodes that form the largest batches. The
@@ -62,7 +62,7 @@ void relieve_graph(Graph& graph, const FlushOptions& options);
 
 // Runs ready batches for about the time that `options.costs` allows. The other nodes stay pending.
 // Tensors also stay pending, unless the open record has to be closed (incremental_flush.h). Returns
-// false if nothing is ready. If a captured op fails, only tensors that depend on this op become
+// false if no node is ready. If a captured op fails, only tensors that depend on this op become
 // lost, and the error is raised.
 bool run_slice(Graph& graph, const FlushOptions& options);
 

@@ -54,7 +54,7 @@ std::vector<NodeId> Graph::choose_ready(size_t least) {
   return chosen;
 }
 
-// Removes nodes that are no longer waiting, or whose signature has changed.
+// Removes the nodes of `ready` that do not wait any more, or whose signature has changed.
 void Graph::drop_run(std::vector<NodeId>& ready, const Signature* signature) {
   std::erase_if(ready, [&](NodeId id) {
     return tape_.nodes[id].state != NodeState::kWaiting || tape_.nodes[id].signature != signature;
@@ -83,7 +83,7 @@ std::vector<NodeId> Graph::choose_slice(SliceCosts& costs) {
 }
 
 // Returns the signature with the most ready nodes among the signatures that have not had a turn in
-// this round, or null if there is none.
+// this round, or null if there is no such signature.
 const Signature* Graph::next_turn() {
   const Signature* next = nullptr;
   size_t most = 0;
@@ -132,7 +132,7 @@ void Graph::take_needed(at::ArrayRef<ValueId> targets, std::vector<NodeId>& chos
   }
 }
 
-// Adds the nodes that can run in the batches of the needed nodes.
+// Adds to `chosen` the nodes that can run in the same batches as the needed nodes.
 void Graph::take_along(std::vector<NodeId>& chosen) {
   const size_t needed = chosen.size();
   for (size_t next = 0; next < needed; ++next) {
@@ -157,8 +157,8 @@ void Graph::release_readers(NodeId id, std::vector<NodeId>& chosen) {
   }
 }
 
-// Handles a node that has become ready. If the node's signature runs in this read, chooses the
-// node. Otherwise adds the node to the ready nodes of the signature.
+// Handles a node that has become ready. If this read already runs nodes of the same signature,
+// chooses the node too. Otherwise adds the node to the ready nodes of the signature.
 void Graph::note_ready(NodeId id, std::vector<NodeId>& chosen) {
   const Node& node = tape_.nodes[id];
   if (node.state != NodeState::kWaiting) return;
@@ -212,8 +212,8 @@ bool Graph::is_wanted(NodeId id) {
   return false;
 }
 
-// Drops the node if nothing needs it. Then also drops the nodes that were needed only for this
-// node.
+// Drops the node `first` if nothing needs its results. Then also drops the nodes whose results were
+// needed only by dropped nodes.
 void Graph::forget_unless_wanted(NodeId first) {
   std::vector<NodeId>& stack = progress_->stack;
   stack.push_back(first);
@@ -237,7 +237,7 @@ void Graph::forget_unless_wanted(NodeId first) {
 void Graph::note_computed(at::ArrayRef<NodeId> chosen, at::ArrayRef<NodeId> ran, bool all) {
   for (NodeId id : ran) tape_.nodes[id].state = NodeState::kComputed;
   num_computed_ += ran.size();
-  for (NodeId id : chosen) {  // nodes merged into other nodes (fuse_sums.h) have not run
+  for (NodeId id : chosen) {  // merged nodes (fuse_sums.h) did not run
     NodeState& state = tape_.nodes[id].state;
     if (all && state != NodeState::kComputed) state = NodeState::kGone;
     if (!tape_.nodes[id].is_to_run()) ++num_finished_;

@@ -7,9 +7,9 @@
 namespace autobatch {
 namespace {
 
-// Maximum number of nodes in an open record. The record grows with each read, and any reference to
-// a part of it keeps the whole record alive. A record above this maximum is closed if it cannot be
-// compacted and contains more nodes than are pending in the graph. After that, unreachable parts
+// Maximum number of nodes in an open record. The record grows with each read, and a reference to
+// any of its parts keeps the whole record alive. A record above this maximum is closed if it cannot
+// be compacted and contains more nodes than are pending in the graph. After that, unreachable parts
 // can be freed.
 constexpr size_t kMostNodes = size_t{1} << 16;
 

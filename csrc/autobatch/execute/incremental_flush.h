@@ -18,7 +18,7 @@
 namespace autobatch {
 
 // Whether `nodes` can be computed for `targets` while the graph stays open. `values_only`: the
-// targets' tensors may stay pending.
+// tensors of the targets may stay pending.
 bool stays_open(const Graph& graph, at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> nodes,
                 bool values_only);
 

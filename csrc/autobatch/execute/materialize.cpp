@@ -39,7 +39,8 @@ ValueId shared_value(const FlushRecord& record, ValueId base) {
 
 // Makes copies of whole results outside their slabs. Without a copy, an in-place write to a tensor
 // would change other members of the batch or values kept for backward, and torch.save would write
-// the whole slab. On a device, `finish` makes the copies, in one call for each dtype and device.
+// the whole slab. For results that are not in host memory, `finish` makes the copies, in one call
+// for each dtype and device.
 class OwnCopies {
  public:
   explicit OwnCopies(const FlushRecord& record) : record_(record) {}
@@ -149,7 +150,7 @@ void link_view(const at::Tensor& tensor, const at::Tensor& root, ViewKind kind, 
   };
   auto meta = std::make_unique<DifferentiableViewMeta>(impl, info_of(), std::nullopt,
                                                        /*shared_view_info=*/false, made);
-  // `register_hook` sets the tensor's hooks before it reads its grad_fn.
+  // `register_hook` sets the tensor's hooks before it reads the tensor's grad_fn.
   if (auto* before = torch::autograd::impl::get_autograd_meta(tensor)) {
     meta->hooks_ = std::move(before->hooks_);
   }
@@ -190,8 +191,8 @@ ValueId shared_root_of(const FlushRecord& record, ValueId id) {
 }
 
 // Finds the base tensors (roots) with which views share their autograd history. If the user does
-// not hold a root, a hidden tensor is made for it, because eager mode keeps the base alive. A root
-// with only a single view gets a hidden tensor only if the root has a history.
+// not hold a root, a hidden tensor is made for the root, because eager mode keeps the base alive. A
+// root with only a single view gets a hidden tensor only if the root has a history.
 class Roots {
   using Edge = torch::autograd::Edge;
 
@@ -219,7 +220,7 @@ class Roots {
 
   const std::vector<HiddenRoot>& hidden() const { return hidden_; }
 
-  // Returns the root of the view `id`, or an undefined tensor if no root is needed.
+  // Returns the tensor of the root of the view `id`, or an undefined tensor if no root is needed.
   at::Tensor find(ValueId id, OwnCopies& memory, const std::vector<Edge>& edges) {
     const ValueId root = shared_root_of(record_, id);
     if (root == id) return {};
@@ -258,7 +259,7 @@ class Roots {
   const FlushRecord& record_;
   std::vector<HiddenRoot> hidden_;
   static constexpr size_t kNoHistory = ~size_t{0};
-  std::unordered_map<ValueId, size_t> index_;  // by root, into hidden_
+  std::unordered_map<ValueId, size_t> index_;  // for each root: index in hidden_, or kNoHistory
   std::unordered_set<ValueId> several_;        // roots without history that have several views
   std::unordered_map<ValueId, at::Tensor> made_;
 };
@@ -269,7 +270,8 @@ class Roots {
 void give_memory(FlushRecord& record, const std::vector<PendingTensor*>& computed, Roots& roots,
                  const std::vector<torch::autograd::Edge>& edges, bool differentiable) {
   OwnCopies memory(record);
-  std::unordered_map<ValueId, c10::VariableVersion> data_counters;  // for `x.data`, by root
+  // The version counters of tensors made by `x.data`, by the root of x.
+  std::unordered_map<ValueId, c10::VariableVersion> data_counters;
   size_t next_edge = 0;
   for (PendingTensor* tensor : computed) {
     const ValueId id = tensor->value();
@@ -365,7 +367,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
     Value& value = values[e.value];
     if (value.tensor != nullptr) exports_.push_back(value.tensor->hold());
     if (value.tensor == nullptr || exports_.back() == nullptr) {
-      if (value.tensor != nullptr) exports_.pop_back();  // another thread is destroying it
+      if (value.tensor != nullptr) exports_.pop_back();  // another thread destroys the tensor
       exports_.push_back(c10::make_intrusive<PendingTensor>(&graph, e.value, value));
       value.tensor = exports_.back().get();
     }
@@ -379,7 +381,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
     if (value.tensor == nullptr) continue;
     tensors_.push_back(value.tensor->hold());
     if (tensors_.back() != nullptr) continue;
-    tensors_.pop_back();  // another thread is destroying it
+    tensors_.pop_back();  // another thread destroys the tensor
     value.tensor = nullptr;
   }
 }
@@ -390,7 +392,7 @@ std::vector<ValueId> HeldTensors::results(const Tape& tape) const {
   for (const auto& tensor : tensors_) {
     const Value& value = tape.values[tensor->value()];
     if (!value.is_graph_input()) bases.push_back(value.base);
-    // The tensor gets the memory of the value that it reinterprets.
+    // A tensor that reinterprets another value gets the memory of that value.
     const ValueId owner = value.is_graph_input() ? value.base : memory_owner(tape, value.base);
     if (owner != value.base && !tape.values[owner].is_graph_input()) bases.push_back(owner);
   }
@@ -446,7 +448,7 @@ void materialize_results(FlushRecord& record, at::ArrayRef<ValueId> bases) {
       PendingTensor* tensor = record.tape.values[id].tensor;
       if (tensor == nullptr) continue;
       held.push_back(tensor->hold());
-      if (held.back() == nullptr) continue;  // another thread is destroying it
+      if (held.back() == nullptr) continue;  // another thread destroys the tensor
       computed.push_back(tensor);
     }
   }

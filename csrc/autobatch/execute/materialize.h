@@ -50,7 +50,7 @@ class HeldTensors {
   HeldTensors(Graph& graph, Split& part, const Store& computed);
 
   bool empty() const { return tensors_.empty(); }
-  // Returns the results of the tape that the tensors represent or are views of, possibly with
+  // Returns the results of `tape` that the held tensors represent or are views of, possibly with
   // duplicates.
   std::vector<ValueId> results(const Tape& tape) const;
   // Releases tensors that have no other reference. The caller must hold the host's lock
@@ -70,7 +70,7 @@ class HeldTensors {
 
   std::vector<c10::intrusive_ptr<PendingTensor>> tensors_;
   std::vector<c10::intrusive_ptr<PendingTensor>> exports_;
-  std::vector<c10::intrusive_ptr<PendingTensor>> function_results_;  // dropped by user code
+  std::vector<c10::intrusive_ptr<PendingTensor>> function_results_;  // user code dropped these
 };
 
 // Turns the tensors of computed results and of their views into real tensors. Neither the results

@@ -13,8 +13,9 @@ namespace {
 
 int64_t reals_of(const at::Tensor& tensor) { return tensor.is_complex() ? 2 : 1; }
 
-// Returns a tensor that contains `numel` real numbers of the tensor's storage, starting at `begin`.
-// Offsets in the result count from the start of the storage. The function is differentiable.
+// Returns a real or complex tensor that contains `numel` real numbers of the tensor's storage,
+// starting at the real number with index `begin`. Storage offsets of the result count from the
+// start of the storage. The function is differentiable.
 at::Tensor to_dtype(const at::Tensor& tensor, bool complex, int64_t begin, int64_t numel) {
   if (tensor.is_complex() == complex) return tensor;
   if (complex) return at::view_as_complex(tensor.as_strided({numel / 2, 2}, {2, 1}, begin));
@@ -53,9 +54,9 @@ class ReinterpretingViewFunction final : public torch::autograd::ViewFunc {
 
  private:
   at::DimVector sizes_, strides_;
-  int64_t reals_;   // real numbers in an element of the view
-  int64_t offset_;  // in real numbers, from the first element of the base
-  int64_t numel_;   // in real numbers, from the first to the last element of the view
+  int64_t reals_;   // number of real numbers in an element of the view
+  int64_t offset_;  // real numbers from the start of the base to the start of the view
+  int64_t numel_;   // real numbers from the start to the end of the view
   bool conjugate_;
 };
 

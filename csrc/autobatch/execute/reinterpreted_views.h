@@ -11,7 +11,7 @@ namespace autobatch {
 
 // How a tensor interprets the memory of another tensor.
 struct Reading {
-  c10::ScalarType dtype;   // the dtype of the memory, its complex dtype, or its real dtype
+  c10::ScalarType dtype;   // dtype of the memory, or the corresponding complex or real dtype
   bool conjugate = false;  // the values are the conjugates of the complex numbers in memory
 };
 
@@ -20,8 +20,8 @@ struct Reading {
 at::Tensor reinterpreted(const at::Tensor& memory, const Reading& reading, int64_t offset,
                          int64_t numel);
 
-// Returns the function with which autograd makes `view` from its base again. Returns null if
-// autograd needs no such function, because both tensors interpret their storage in the same way.
+// Returns the function with which autograd makes `view` from `base` again. Returns null if autograd
+// needs no such function, because both tensors interpret their storage in the same way.
 std::unique_ptr<torch::autograd::ViewFunc> make_view_function(const at::Tensor& base,
                                                               const at::Tensor& view);
 

@@ -32,7 +32,7 @@ Nanoseconds time_alone(BatchView& batch, int64_t m) {
     const auto began = Clock::now();
     call_single(batch, m, needs_grad);
     return Clock::now() - began;
-  } catch (const std::exception& error) {  // raised again when the batch runs
+  } catch (const std::exception& error) {  // the batch raises the error again
     if (host_interrupts(error)) throw;
     return kSmallOp;
   }
@@ -40,7 +40,7 @@ Nanoseconds time_alone(BatchView& batch, int64_t m) {
 
 Nanoseconds time_of_member(EagerEstimate& estimate, BatchView& batch) {
   const Signature& signature = batch.signature();
-  if (signature.own_rule != nullptr) return kManyOps;  // a cell's body
+  if (signature.own_rule != nullptr) return kManyOps;  // the node contains the ops of a cell
   if (!is_repeatable(signature)) return kSmallOp;
   const auto known = estimate.ops.find(signature.serial);
   if (known != estimate.ops.end()) return known->second;

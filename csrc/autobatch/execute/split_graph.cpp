@@ -1,6 +1,6 @@
 // Graph::split moves the part of a graph that a read needs to a separate tape, so that the part can
-// be flushed alone. The rest of the graph keeps its tape and its numbers. If the rest reads a value
-// of the part, the value becomes a graph input of the rest and keeps its number.
+// be flushed alone. The rest of the graph keeps the old tape and the old numbers. If the rest reads
+// a value of the part, the value becomes a graph input of the rest and keeps its number.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/flush_progress.h"
 #include "autobatch/graph/pending_tensor.h"
@@ -31,8 +31,8 @@ class Splitter {
   Split run() {
     for (ValueId id : values_) append(id);
     for (NodeId id : part_) copy_node(id);
-    // The replacements are computed from the old values, so all of them are computed before any
-    // value changes.
+    // The replacements are computed from the old values, so all replacements are computed before
+    // any value changes.
     std::vector<Value> moved;
     for (ValueId id : moved_) moved.push_back(place_in_rest(id));
     put_in_rest(moved);
@@ -57,8 +57,8 @@ class Splitter {
 
   // --- the part ---
 
-  // Finds the values that the part needs: results, operands, values that have tensors, and the
-  // values that any of these are views of.
+  // Finds the values that the part needs: results, operands, views of results that have tensors,
+  // the targets, and all values that one of these values is a view of.
   void find_values(at::ArrayRef<ValueId> targets) {
     for (NodeId id : part_) {
       const Node& node = tape_.nodes[id];
@@ -142,8 +142,8 @@ class Splitter {
     for (ValueId id : pieces) add_target(id);
   }
 
-  // Appends the value to the part's tape and translates the numbers in the value. Also appends the
-  // value's tensor if the tensor becomes real with the part.
+  // Appends the value to the part's tape and translates the numbers in the value. The appended
+  // value keeps its tensor only if the tensor becomes real when the part is flushed.
   void append(ValueId id) {
     const auto to = static_cast<ValueId>(split_.tape.values.size());
     part_value_[id] = to;
@@ -180,13 +180,13 @@ class Splitter {
     split_.tape.nodes.push_back(node);
   }
 
-  // Copies a graph input to the part. The graph input also stays in the rest if the rest refers to
-  // it, or if it is a weight.
+  // Copies a graph input to the part. A graph input also stays in the rest if the rest refers to
+  // the graph input, or if the graph input is a weight.
   void copy_graph_input(ValueId id) {
     const ValueId to = part_value_.at(id);
     Value& value = split_.tape.values[to];
     if (!value.is_graph_input()) return;
-    if (value.base != to) {  // a view; its base was copied before
+    if (value.base != to) {  // a view, whose base was copied before
       value.index = split_.tape.values[value.base].index;
       return;
     }
@@ -255,9 +255,9 @@ class Splitter {
     return is_in_part(value) && (value.parent == kNone || value.tensor != nullptr);
   }
 
-  // Whether a value with overlapping elements cannot become a graph input of the rest. One reason
-  // is a view of the value whose elements are not known. Another reason is a view with a tensor in
-  // the rest, because the elements of this tensor must overlap exactly as its strides say.
+  // Whether a value with overlapping elements cannot become a graph input of the rest. Either some
+  // view of the value has unknown elements, or a view has a tensor that does not become real with
+  // the part. The elements of such a tensor must overlap exactly as its strides say.
   bool is_blurred(ValueId id) {
     const ValueId base = tape_.values[id].base;
     if (asked_.insert(base).second) {
@@ -330,11 +330,11 @@ class Splitter {
   }
 
   void put_in_rest(const std::vector<Value>& moved) {
-    // The tensors of these values belong to the part now.
+    // The tensors that become real with the part belong to the part.
     for (ValueId id : values_) {
       if (is_made_by_part(id)) tape_.values[id].tensor = nullptr;
     }
-    std::vector<std::pair<ValueId, std::vector<uint32_t>>> uses;  // by base
+    std::vector<std::pair<ValueId, std::vector<uint32_t>>> uses;  // the uses of each base
     for (ValueId base : reads_of_) uses.emplace_back(base, uses_of(base));
     for_each_graph_input_base([&](ValueId base) { take_out_of_chain(base); });
     for (size_t i = 0; i < moved_.size(); ++i) {
@@ -359,7 +359,7 @@ class Splitter {
     for (ValueId base : bases) function(base);
   }
 
-  // Returns the reads by waiting nodes, the earliest first.
+  // Returns the reads of `base` by waiting nodes, in capture order.
   std::vector<uint32_t> uses_of(ValueId base) const {
     std::vector<uint32_t> list;
     for (uint32_t use = tape_.values[base].uses; use != kNone; use = tape_.uses[use].next) {
@@ -380,8 +380,8 @@ class Splitter {
     tape_.values[last].next_view = kNone;
   }
 
-  // Drops the entries of Tape::element_maps that refer to values that were not moved. A new graph
-  // input has no entries.
+  // Drops the entries of Tape::element_maps for `id` that refer to values that were not moved. A
+  // new graph input has no entries.
   void keep_element_maps(ValueId id) {
     const auto known = tape_.element_maps.find(id);
     if (known == tape_.element_maps.end()) return;
@@ -454,10 +454,10 @@ class Splitter {
   std::vector<NodeId> part_;
   SignatureTable& signatures_;
   Split split_;
-  std::vector<ValueId> values_;  // of the part, sorted
+  std::vector<ValueId> values_;  // the values of the part, sorted
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
-  std::vector<ValueId> moved_;             // moved to graph inputs of the rest or to views of them
+  std::vector<ValueId> moved_;             // values that become (views of) graph inputs of the rest
   ska::flat_hash_map<ValueId, ValueId> root_;  // for each moved value: its graph input in the rest
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads
   std::unordered_set<ValueId> asked_, blurred_;

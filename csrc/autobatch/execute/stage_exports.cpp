@@ -1,5 +1,5 @@
-// Fills graph inputs after a part of a graph was split from the graph and computed. The rest of the
-// graph reads the values of the part through these graph inputs.
+// Fills graph inputs of a graph after a part of the graph was split off and computed. The rest of
+// the graph reads the values of the part through these graph inputs.
 #include "autobatch/backward/backward.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/kernels/gather.h"

@@ -262,7 +262,8 @@ void FiberPool::resume(Fiber& fiber, bool to_end) {
   ended || last.own_state_.has_value() ? base_.restore() : base_.stack().restore();
 }
 
-// Returns the next fiber to resume, and marks the fiber as running. Returns null if there is none.
+// Returns the next fiber to resume, and marks the fiber as running. Returns null if there is no
+// such fiber.
 Fiber* FiberPool::next_served() {
   while (resumed_ < served_.size()) {
     Fiber* fiber = served_[resumed_++];
@@ -295,8 +296,8 @@ void FiberPool::serve() {
   resume_all(std::move(waiting));
 }
 
-// Resumes the fibers that wait for the end of a fiber that has ended. Returns false if there are
-// none.
+// Resumes the fibers that wait for the end of a fiber that has ended. Returns false if there are no
+// such fibers.
 bool FiberPool::resume_after_ends() {
   if (num_held_ == 0) return false;
   std::vector<Fiber*> ready;

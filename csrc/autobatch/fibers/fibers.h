@@ -70,7 +70,7 @@ class ThreadState {
   c10::AutogradState autograd_;
   at::impl::PythonTorchFunctionTLS torch_function_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;
-  std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;  // if there are any hooks
+  std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;  // set if there are any hooks
   Stack stack_;
   at::ScalarType autocast_cpu_, autocast_cuda_, default_dtype_;
   bool autocast_cache_;
@@ -91,15 +91,16 @@ class Fiber {
   // Returns the fiber that this thread runs; null if no fiber runs.
   AUTOBATCH_INTERNAL static Fiber* current();
   // Returns the current fiber, or null if it cannot be suspended here. A fiber cannot be suspended
-  // inside a flush, autograd's engine, a transform or a mode, because each of these has one stack
-  // per thread. A fiber that has entered forward-mode AD cannot be suspended, because a process has
-  // only one level of forward-mode AD. While a cell is traced, no fiber can be suspended, because
-  // the trace would include ops of other fibers. A fiber that is being ended cannot be suspended
-  // either.
+  // inside a flush, autograd's engine, a transform or a dispatch mode: their state is thread-local
+  // and not part of ThreadState, so the next fiber would run inside the same flush, backward pass,
+  // transform or mode. A fiber that has entered forward-mode AD cannot be suspended, because a
+  // process has only one level of forward-mode AD. While a cell is traced, no fiber can be
+  // suspended, because the trace would include ops of other fibers. A fiber that is being ended,
+  // holds a Pin or has called `keep_turn` cannot be suspended either.
   AUTOBATCH_INTERNAL static Fiber* suspendable();
 
   // Suspends this fiber until the tensors are computed. The tensors must belong to this thread's
-  // scope. If a tensor is lost, raises the error that caused the loss. `values_only`: see
+  // scope. If a tensor is lost, raises the error that caused the loss. For `values_only` see
   // Scope::compute. Returns false if the fiber could not be suspended.
   bool wait_for(at::ArrayRef<PendingTensor*> tensors, const std::string& reason, bool values_only);
   // Suspends this fiber until the fiber with this number has ended. Meanwhile, no later fiber of
@@ -110,7 +111,7 @@ class Fiber {
   // that fiber ends. Returns false, without waiting, if all earlier fibers have ended.
   bool wait_for_earlier();
   // Returns the number of the first earlier fiber of the pool that waits for a tensor for which
-  // `is_awaited` returns true. Returns 0 if there is none.
+  // `is_awaited` returns true. Returns 0 if there is no such fiber.
   template <class IsAwaited>
   uint64_t find_reader(const IsAwaited& is_awaited) const;
   // Suspends this fiber until the host serves it (FiberPool::serve_host) or until FiberPool::wake
@@ -151,9 +152,9 @@ class Fiber {
   // Switches to the pool, or directly to the fiber that next_served() returns. Returns when this
   // fiber is resumed. If the host cannot switch at this point, returns kNot immediately.
   virtual Left leave() = 0;
-  // Returns the suspended fiber to resume next. The host can switch to this fiber directly: that is
-  // one switch instead of two. The returned fiber is marked as resumed. If the result is null, the
-  // host has to switch to the pool.
+  // Returns the suspended fiber to resume next. The host can switch to this fiber directly, which
+  // takes one switch instead of two. The returned fiber is marked as resumed. If the result is
+  // null, the host has to switch to the pool.
   AUTOBATCH_INTERNAL Fiber* next_served();
   // Raises the exception that ends a fiber.
   [[noreturn]] virtual void raise_end() = 0;
@@ -167,7 +168,7 @@ class Fiber {
   FiberPool& pool_;
   size_t index_;
   uint64_t number_ = 0;
-  bool has_checks_ = false;  // remains true after the checks are done
+  bool has_checks_ = false;  // whether note_check() was called for this fiber
   State state_ = State::kRunning;
   bool ending_ = false;
   std::string turn_kept_by_;
@@ -186,14 +187,14 @@ class Fiber {
 // run on one thread, in the scope of this thread.
 class FiberPool {
  public:
-  // `max_live`: the largest number of fibers that exist at a time; 0: no limit.
+  // `max_live` is the maximum number of fibers that exist at a time. 0: no limit.
   AUTOBATCH_INTERNAL FiberPool(Scope& scope, size_t max_live);
   virtual ~FiberPool() = default;
   FiberPool(const FiberPool&) = delete;
   FiberPool& operator=(const FiberPool&) = delete;
 
   // Runs until all instances have ended. Raises an interruption, or an error that `next` or
-  // `serve_host` has raised. In this case all fibers have been ended.
+  // `serve_host` has raised. In both cases, all fibers are ended first.
   AUTOBATCH_INTERNAL void run();
 
   // --- instances that arrive one by one (serving.cpp) ---
@@ -210,7 +211,7 @@ class FiberPool {
   // Ends the fiber where it is suspended. The other fibers keep running.
   AUTOBATCH_INTERNAL void end_one(size_t index);
   size_t num_live() const { return fibers_.size(); }
-  // Total time spent in slices, and total time spent in the code of instances.
+  // Return the total time spent in slices, and the total time spent in the code of instances.
   std::chrono::nanoseconds in_slices() const { return in_slices_; }
   std::chrono::nanoseconds in_fibers() const { return in_fibers_; }
 
@@ -255,7 +256,7 @@ class FiberPool {
   Fiber* find_number(uint64_t number) const;
   bool resume_after_ends();
   // Returns the index of the first fiber that waits for the end of another one. Later fibers must
-  // not run. Returns the largest number if there is none.
+  // not run. Returns the largest size_t if there is no such fiber.
   size_t first_held() const;
 
   Scope& scope_;
@@ -270,10 +271,10 @@ class FiberPool {
   bool exhausted_ = false;
   std::vector<std::pair<size_t, uint64_t>> checked_;
   size_t stop_ = std::numeric_limits<size_t>::max();
-  std::string reason_, site_;                // of the fiber that began to wait first
+  std::string reason_, site_;                // wait reason and site of the fiber that waited first
   std::optional<Scope::LossesKept> losses_;  // set by serve_slice
-  size_t num_held_ = 0;                      // fibers that wait for the end of another one
-  size_t failed_slices_ = 0;                 // failed slices whose errors losses_ keeps
+  size_t num_held_ = 0;                      // number of fibers that wait for the end of another
+  size_t failed_slices_ = 0;                 // number of failed slices whose errors losses_ keeps
   std::chrono::nanoseconds in_slices_{0}, in_fibers_{0};
 };
 

@@ -69,7 +69,7 @@ bool FiberPool::serve_slice(std::chrono::nanoseconds bound) {
   return true;
 }
 
-// Returns false if no batch was ready.
+// Runs batches for about the time `bound`. Returns false if no batch was ready.
 bool FiberPool::run_slice(std::chrono::nanoseconds bound) {
   const Timer timer(in_slices_);
   bool ran = false;

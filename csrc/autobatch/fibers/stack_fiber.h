@@ -41,12 +41,12 @@ class StackFiberPool : public FiberPool {
   }
 };
 
-constexpr size_t kLeastStack = size_t{1} << 14;  // bytes
+constexpr size_t kLeastStack = size_t{1} << 14;  // smallest size of a stack, in bytes
 
 // Whether the library was built with Boost.Context.
 bool has_stack_fibers();
 // Makes a fiber that runs `body`. Throws if the library was built without Boost.Context.
-// `stack_size`: bytes of address space, at least kLeastStack.
+// `stack_size` is the size of the stack's address space in bytes, at least kLeastStack.
 std::unique_ptr<StackFiber> make_stack_fiber(FiberPool& pool, size_t index,
                                              std::function<void()> body, size_t stack_size);
 

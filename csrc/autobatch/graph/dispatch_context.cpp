@@ -75,7 +75,7 @@ ContextGuard::ContextGuard(const DispatchContext& context)
   before_.autocast_cpu_dtype = at::autocast::get_autocast_dtype(at::kCPU);
   before_.autocast_cuda_dtype = at::autocast::get_autocast_dtype(accelerator());
   DispatchContext target = context;
-  if (!target.autocast()) {  // the dtypes were not recorded
+  if (!target.autocast()) {  // the context contains no autocast dtypes
     target.autocast_cpu_dtype = before_.autocast_cpu_dtype;
     target.autocast_cuda_dtype = before_.autocast_cuda_dtype;
   }

@@ -1,6 +1,6 @@
 // An EagerEstimate is a lower bound on the time that eager mode needs for the ops of a flush. The
 // time that Python needs to call the ops is not included. For each signature, one member of a batch
-// is run separately and timed. Its results are discarded.
+// is run separately and timed. The results of this run are discarded.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>

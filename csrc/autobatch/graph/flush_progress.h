@@ -1,6 +1,6 @@
 // Stores which nodes of a graph have run, and how many operands each waiting node still needs. The
-// progress is kept after the first read of a block. So the cost of a later read depends only on the
-// nodes that the read runs.
+// first read of a block computes this data, and later reads only update it. So the cost of a later
+// read depends only on the nodes that the read runs.
 //
 // Each node is visited twice: after it is captured, and when it runs. Each value has a list of its
 // reads (Tape::uses). This list shows which nodes become ready when a node runs, and whether a
@@ -23,7 +23,7 @@ struct Graph::Progress {
     uint64_t turn = 0;          // last round of slices in which the signature had its turn
   };
 
-  size_t kept = 0;                // computed nodes that remained after the last compaction
+  size_t kept = 0;                // number of computed nodes that the last compaction kept
   NodeId seen = 0;                // nodes with a smaller id have been visited
   std::vector<uint32_t> missing;  // by node: number of operands that are not computed yet
   ska::flat_hash_map<const Signature*, Kind> kinds;

@@ -30,7 +30,8 @@ void for_each_reader(Graph& graph, const c10::Storage& storage, const Visit& vis
   });
 }
 
-// Makes the pending views of the storage real, so that they continue to share its memory.
+// Computes the pending views of the storage, so that the views continue to share the memory of the
+// storage.
 void make_views_real(Graph& graph, const c10::Storage& storage) {
   c10::SmallVector<PendingTensor*, 8> pending;
   for_each_reader(graph, storage, [&](const GraphInput& input) {

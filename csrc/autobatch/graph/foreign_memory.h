@@ -18,11 +18,11 @@ bool is_given_away(const at::Tensor& tensor);
 // Whether only ops can write to the memory while this library holds its storage.
 bool owns_memory(const at::Tensor& tensor);
 
-// If pending ops will read the tensor's memory, makes a copy for them. Must be called before the
-// memory is given away.
+// If pending ops will read the tensor's memory, copies the memory for these ops. Must be called
+// before the memory is given away.
 AUTOBATCH_INTERNAL void keep_what_is_read(Graph& graph, const at::Tensor& tensor);
-// Must be called after the tensor's memory was given away. `unmarked` means that the storage has no
-// mark (NumPy marks the storage, other exports do not).
+// Must be called after the tensor's memory was given away. `unmarked` means that the export did not
+// mark the storage as not resizable. (The export to NumPy marks the storage, other exports do not.)
 AUTOBATCH_INTERNAL void note_given_away(const at::Tensor& tensor, bool unmarked);
 
 // Whether the tensor still has the content of `copy`. On a CPU the bits are compared, so NaN equals

@@ -78,7 +78,7 @@ static bool reaches_twice(at::IntArrayRef sizes, at::IntArrayRef strides, int64_
 
 bool overlaps(at::IntArrayRef sizes, at::IntArrayRef strides) {
   constexpr int64_t kMostLookedAt = 1 << 14;
-  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // stride, size
+  c10::SmallVector<std::pair<int64_t, int64_t>, 6> dims;  // stride and size of each dimension
   int64_t extent = 1;
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 0) return false;

@@ -260,7 +260,7 @@ static bool is_over(const GraphInput& input, const c10::StorageImpl* storage) {
 }
 
 bool Graph::reads_storage_of(const at::Tensor& tensor) const {
-  // A graph input with this storage would hold a second reference.
+  // A graph input with this storage would hold a second reference to the storage.
   if (!tensor.defined() || !tensor.has_storage() || tensor.storage().use_count() == 1) return false;
   const auto* storage = tensor.storage().unsafeGetStorageImpl();
   return std::any_of(
@@ -276,7 +276,8 @@ bool Graph::is_stale(const at::Tensor& tensor) const {
 void Graph::note_stale(const c10::Storage& stale) {
   const auto* storage = stale.unsafeGetStorageImpl();
   if (++stale_[storage] > 1) return;
-  // Removes the graph inputs of the storage from both indices, so that a later use adds a new one.
+  // Removes the graph inputs of the storage from both indices, so that a later use adds a new graph
+  // input.
   const auto is_of = [&](ValueId id) {
     return is_over(tape_.graph_inputs[tape_.values[id].index], storage);
   };

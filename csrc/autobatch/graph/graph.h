@@ -56,8 +56,8 @@ class GeometryTable {
   size_t size() const { return entries_.size(); }
 
  private:
-  std::deque<Geometry> entries_;                         // addresses stay valid
-  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // by hash: first entry of a list (next)
+  std::deque<Geometry> entries_;                         // a deque, so addresses stay valid
+  ska::flat_hash_map<uint64_t, const Geometry*> index_;  // key: hash; value: head of a linked list
 };
 
 // How a view was made. The kind decides the effects of a write through the view. The order of the
@@ -80,14 +80,14 @@ struct Value {
   ValueId next_view = kNone;  // next view of the same base; in a base: its latest view
   uint32_t uses = kNone;      // in a base: index into Tape::uses of the latest read of its memory
   const Geometry* geometry = nullptr;
-  int64_t offset = 0;               // elements from the start of the base
+  int64_t offset = 0;               // distance from the start of the base, in elements
   PendingTensor* tensor = nullptr;  // the user's tensor, while it is alive; not owned
   c10::ScalarType dtype = c10::ScalarType::Float;
   c10::Device device = c10::kCPU;
   bool requires_grad = false;
   ViewKind kind = ViewKind::kPlain;
   // Number of the `split` call that made the view, or 0. If it is not 0 and `kind` is kPlain,
-  // autograd does not treat the results as views (`unsafe_split`).
+  // autograd does not treat the results of the call as views (`unsafe_split`).
   uint16_t call = 0;
 
   bool is_graph_input() const { return node == kNone; }
@@ -124,7 +124,7 @@ inline constexpr uint32_t kReleased = kNone - 1;
 // One captured op of one instance.
 struct Node {
   Signature* signature = nullptr;
-  uint32_t first_operand = 0;  // into Tape::operands
+  uint32_t first_operand = 0;  // index into Tape::operands
   uint32_t num_operands = 0;
   ValueId first_value = 0;  // results are consecutive; hidden results (for backward) are last
   uint32_t num_values = 0;
@@ -132,15 +132,15 @@ struct Node {
   bool spent = false;      // already differentiated without retain_graph (captured_gradient.h)
   bool is_shared = false;  // also represents equal nodes (common_subexpressions.h)
   NodeState state = NodeState::kWaiting;
-  uint32_t number = kNone;  // temporary, in a plan, a split or a compaction (flush_graph.h)
+  uint32_t number = kNone;  // temporary number in a plan, split or compaction (flush_graph.h)
 
   bool is_to_run() const { return state == NodeState::kChosen || state == NodeState::kNeeded; }
 };
 
 // A tensor that the graph reads but does not compute. The graph holds the tensor, because the
-// address identifies the tensor, and a new tensor could reuse the address of a freed one.
+// address identifies the tensor, and a new tensor could reuse the address of a freed tensor.
 struct GraphInput {
-  at::Tensor tensor;  // the user's tensor; null after its history depends on the flush
+  at::Tensor tensor;  // the user's tensor; null once its history depends on the flush
   // The tensor that ops read: a detached alias, or a copy. A copy is made if the memory is foreign
   // (foreign_memory.h), or if elements share memory (except in indices and masks).
   at::Tensor data;
@@ -157,8 +157,8 @@ struct GraphInput {
   bool counted = false;
   torch::autograd::Edge edge;  // receives the gradient; the flush moves the edge to autograd nodes
   const torch::autograd::Node* gradient_to = nullptr;  // edge.function, not owned; set by the flush
-  bool is_weight = false;                              // its identity is part of signatures
-  uint64_t serial = 0;  // identity; not reused while the graph has nodes
+  bool is_weight = false;                              // signatures contain its identity
+  uint64_t serial = 0;  // identity of the input; not reused while the graph has nodes
   ValueId value = kNone;
 };
 
@@ -175,7 +175,7 @@ struct Memory {
   ValueId content = kNone;        // value of the whole memory, without `writes`
   std::vector<Write> writes;      // later writes to parts of the memory; no two overlap
   std::vector<ValueId> contents;  // all values that `content` has had
-  std::unordered_map<ValueId, ValueId> views;  // by view of the base: the same view in `content`
+  std::unordered_map<ValueId, ValueId> views;  // maps views of the base to views of `content`
   uint64_t writer = 0;   // number of the fiber that made the last write; 0 outside of maps
   ValueId written = 0;   // values from this id on were added after the last write
   uint32_t version = 0;  // number of writes
@@ -199,13 +199,13 @@ struct Tape {
   std::unordered_map<ValueId, NodeId> written_at;
   // Maps the last content of a written memory to the version of the tensors on this memory.
   std::unordered_map<ValueId, uint32_t> versions;
-  std::unordered_map<ValueId, ElementMaps> element_maps;              // by view
-  std::unordered_map<ValueId, c10::SmallVector<ValueId, 2>> sharers;  // by base (shared_memory.h)
+  std::unordered_map<ValueId, ElementMaps> element_maps;              // key: a view
+  std::unordered_map<ValueId, c10::SmallVector<ValueId, 2>> sharers;  // key: base (shared_memory.h)
 
   const ElementMap* find_element_map(ValueId id, ValueId of) const;
   // `id` must have elements that share memory. Returns the outermost value in which all elements of
-  // `id` are distinct elements (ElementMap), or `id` if there is none. Elements of the returned
-  // value identify the elements of `id`.
+  // `id` are distinct elements (ElementMap), or `id` if there is no such value. Elements of the
+  // returned value identify the elements of `id`.
   ValueId counted_in(ValueId id) const;
   // Whether it is known which elements of `of` the view contains. Elements of `of` share memory.
   bool knows_elements(ValueId view, ValueId of) const {
@@ -238,11 +238,11 @@ struct Tape {
   }
 };
 
-// A part of a graph that is flushed separately, and the values of the part that the rest needs.
+// A separately flushed part of a graph, and its values that the other nodes of the graph need.
 struct Split {
   struct Export {
-    ValueId value = kNone;     // in `tape`
-    uint32_t graph_input = 0;  // index of the graph input that replaces the value in the rest
+    ValueId value = kNone;     // the exported value, in `tape`
+    uint32_t graph_input = 0;  // index of the graph input that replaces the value in the graph
   };
   Tape tape;
   std::vector<Export> exports;
@@ -278,9 +278,9 @@ class Graph {
   ValueId value_of(const at::Tensor& tensor, bool weight = false);
   // Returns a number that is unique across graphs and changes when values are renumbered.
   uint64_t numbering() const { return numbering_; }
-  // Whether `tensor` is unchanged since graph input `id` was added for it in this numbering.
+  // Whether `tensor` is unchanged since its graph input `id` (in this numbering) was added.
   bool still_is(ValueId id, const at::Tensor& tensor) const;
-  // Returns the graph input of `tensor`. Returns kNone if there is none or the tensor has changed.
+  // Returns the graph input of `tensor`, or kNone if it does not exist or the tensor has changed.
   ValueId find_graph_input(const at::Tensor& tensor) const;
   ValueId find_graph_input(const at::Tensor& tensor, bool requires_grad) const;
   // Fills in the metadata of the value that `tensor` would get as a graph input. Returns false if
@@ -291,7 +291,7 @@ class Graph {
   ValueId weight_value_of(const at::Tensor& tensor);
 
   // Gets the gradient edge of the value's graph input, if any. Must be called when an op that
-  // autograd records reads the value. At the flush, gradient_edge() could fail (view without base).
+  // autograd records reads the value, because gradient_edge() may fail later, at the flush.
   void need_gradient(ValueId id);
 
   ValueId add_view(ValueId parent, const Geometry* geometry, int64_t offset, bool requires_grad,
@@ -306,7 +306,7 @@ class Graph {
                      c10::Device device, bool requires_grad);
 
   void attach(ValueId id, PendingTensor* tensor);
-  // Removes the pending tensor of the value: it was destroyed or is no longer pending.
+  // Removes the pending tensor of the value: the tensor was destroyed or is no longer pending.
   void detach(ValueId id) {
     (lent_to_ != nullptr ? *lent_to_ : tape_).values[id].tensor = nullptr;
     if (progress_ != nullptr) died_.push_back(id);
@@ -325,7 +325,7 @@ class Graph {
   // Must be called when all memories are settled: each tensor stands for its memory's content.
   void forget_memories() { memories_.clear(); }
   // Whether `id` is a pending result (or a view of one) with no gradient, no captured write and no
-  // other live tensor on its memory. The result's op must read only graph inputs or nothing.
+  // other live tensor on its memory. All operands of the result's op must be graph inputs.
   bool is_fresh(ValueId id) const;
   // Returns the value that the memory of `id` holds now. Returns `id` if nothing was written to it.
   // Writes to only a part of `id` must already be combined into one value (deferred_writes.h).
@@ -378,7 +378,7 @@ class Graph {
 
   // Returns the identity of the value's base, for signatures and call keys.
   uint64_t identity(const Value& value) const;
-  // Returns the identity of a new graph input that requires grad if `ahead` others are added first.
+  // Like identity(), for a new input that requires grad, if `ahead` such inputs are added first.
   uint64_t identity_of_new(uint32_t ahead) const;
 
   // Detaches tensors destroyed on other threads. Must be called before the tensors are used.
@@ -388,16 +388,16 @@ class Graph {
   // tape or mark them as lost.
   Tape take();
 
-  // --- parts that are computed while the rest waits (flush_progress.cpp) ---
+  // --- parts that are computed while other nodes wait (flush_progress.cpp) ---
 
   // Selects the nodes that the targets need. Also selects each node that has the signature of a
   // needed node and depends on no unselected node. (The node fits into a batch now, and would need
   // a separate batch later.) Without targets, selects all reachable nodes. Unreachable nodes become
-  // kGone. The result is in capture order. The time is proportional to the number of selected nodes
-  // plus the number of changes since the last read.
+  // kGone. The returned nodes are in capture order. The time is proportional to the number of
+  // selected nodes plus the number of changes since the last read.
   std::vector<NodeId> choose(at::ArrayRef<ValueId> targets);
-  // Selects at least `least` ready nodes (operands computed or selected), or all if there are
-  // fewer. Repeatedly selects all ready nodes of the signature with the most ready nodes.
+  // Selects at least `least` ready nodes (operands computed or selected), or all ready nodes if
+  // there are fewer. Repeatedly selects all ready nodes of the signature with the most ready nodes.
   std::vector<NodeId> choose_ready(size_t least);
   // Selects nodes that run in about the time that `costs` allows. In each round every signature has
   // one turn. The signature with the most ready nodes is first. A turn selects the ready nodes of
@@ -439,7 +439,7 @@ class Graph {
   // proportional to the size of the moved part.
   Split split(at::ArrayRef<ValueId> targets, at::ArrayRef<NodeId> chosen,
               SignatureTable& signatures);
-  // Moves the whole graph.
+  // Moves all nodes and values out of the graph.
   Split split();
   // After the split part was computed, sets the graph inputs that replace the exports. Tensors that
   // depend on a lost export become lost.
@@ -453,7 +453,7 @@ class Graph {
   struct Progress;
   // Returns the value of `id` in written memory: `content`, or a view of it (kept in `views`).
   ValueId view_of_content(Memory& memory, ValueId id);
-  void bury_orphans();  // the caller holds orphans_mutex()
+  void bury_orphans();  // the caller must hold orphans_mutex()
   void lose_readers_of(const std::unordered_map<uint32_t, const Computed*>& graph_input);
   ValueId add_graph_input(const at::Tensor& tensor, bool weight);
   uint64_t new_serial(bool trained);
@@ -480,10 +480,10 @@ class Graph {
   Tape* lent_to_ = nullptr;
   std::shared_ptr<FlushRecord> open_record_;
   std::unique_ptr<Progress> progress_;            // made at the first read
-  std::vector<ValueId> died_;                     // values whose tensors died since the last read
+  std::vector<ValueId> died_;                     // values that were detached since the last read
   size_t num_computed_ = 0;                       // nodes in the open record
   size_t num_finished_ = 0;                       // nodes in state kComputed or kGone
-  std::unordered_map<ValueId, Memory> memories_;  // by base
+  std::unordered_map<ValueId, Memory> memories_;  // key: a base
   bool raw_ = false;
   // Weak references to tensors destroyed on another thread, and the values they stood for.
   std::vector<std::pair<PendingTensor*, ValueId>> orphans_;
@@ -493,8 +493,8 @@ class Graph {
   uint16_t last_call_ = 0;
   uint64_t renumbered_ = 0;  // makes identities differ from those of earlier numberings
   ska::flat_hash_map<const c10::TensorImpl*, ValueId> graph_input_index_;
-  std::unordered_multimap<const void*, ValueId> weight_index_;  // by data pointer
-  std::unordered_map<const c10::StorageImpl*, size_t> stale_;   // number of marks
+  std::unordered_multimap<const void*, ValueId> weight_index_;  // key: data pointer
+  std::unordered_map<const c10::StorageImpl*, size_t> stale_;   // by storage: number of marks
 };
 
 }  // namespace autobatch

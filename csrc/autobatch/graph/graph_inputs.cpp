@@ -50,7 +50,7 @@ at::Tensor alias_of(const at::Tensor& tensor) {
   const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
   const bool plain = is_plain(impl) && as_pending(&impl) == nullptr && !impl.is_wrapped_number();
   if (!plain) return detached_alias(tensor);
-  return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // faster than detached_alias
+  return strided_view(tensor, tensor.sizes(), tensor.strides(), 0);  // strided_view is faster
 }
 
 bool has_expanded_dims(const Geometry& geometry) {
@@ -66,7 +66,7 @@ bool may_view_weight(const at::Tensor& tensor, bool requires_grad) {
   return !has_history && storage && storage.use_count() > 1 && !may_change_unseen(tensor);
 }
 
-// Whether the tensor is a view of a parameter that was made without autograd.
+// Whether the tensor is a view of a parameter, and the view was made without autograd.
 bool views_parameter(const at::Tensor& tensor) {
   const at::Tensor base = base_without_autograd(tensor);
   return base.defined() && base.requires_grad();

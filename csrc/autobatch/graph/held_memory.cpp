@@ -8,7 +8,8 @@
 namespace autobatch {
 namespace {
 
-// The lock of all lists, and all HeldMemories objects that are not empty.
+// mutex() protects the entries of all HeldMemories objects. alive() contains each HeldMemories
+// object that has entries and was not released.
 std::mutex& mutex() {
   static auto* one = new std::mutex();
   return *one;
@@ -36,7 +37,7 @@ void HeldMemories::add(std::vector<HeldMemory> more) {
 }
 
 void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
-  std::vector<HeldMemory> dropped;  // destroyed when the mutex is free, as in release()
+  std::vector<HeldMemory> dropped;  // destroyed after the mutex is unlocked, as in release()
   const std::lock_guard<std::mutex> lock(mutex());
   for (HeldMemory& memory : all_) memory.base = now(memory.base);
   const auto first = std::stable_partition(
@@ -49,7 +50,8 @@ void HeldMemories::renumber(c10::function_ref<ValueId(ValueId)> now) {
 }
 
 void HeldMemories::release() {
-  // Destroying a storage may run Python code, which may call keep().
+  // Destroying a storage may run Python code, which may call keep(). So the storages are destroyed
+  // after the mutex is unlocked.
   std::vector<c10::Storage> kept;
   const std::lock_guard<std::mutex> lock(mutex());
   released_ = true;

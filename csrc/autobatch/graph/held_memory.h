@@ -25,7 +25,7 @@ struct HeldMemory {
   c10::Storage kept;
 };
 
-// The memories of one record.
+// The HeldMemory entries of one record.
 class HeldMemories {
  public:
   HeldMemories() = default;
@@ -34,7 +34,7 @@ class HeldMemories {
   HeldMemories& operator=(const HeldMemories&) = delete;
 
   void add(std::vector<HeldMemory> more);
-  // Replaces each base with `now(base)`, and drops the memory if the new base is kNone.
+  // Replaces each base with `now(base)`, and drops the entry if the new base is kNone.
   void renumber(c10::function_ref<ValueId(ValueId)> now);
   std::vector<HeldMemory>::const_iterator begin() const { return all_.begin(); }
   std::vector<HeldMemory>::const_iterator end() const { return all_.end(); }

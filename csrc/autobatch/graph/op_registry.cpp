@@ -15,7 +15,7 @@ namespace autobatch {
 namespace {
 
 struct Override {
-  std::string_view op;  // "aten::outer" stands for every overload, "aten::add.Tensor" for one
+  std::string_view op;  // "aten::outer": every overload; "aten::add.Tensor": one overload
   Action action;
 };
 
@@ -29,7 +29,7 @@ constexpr Override kOverrides[] = {
     {"aten::miopen_batch_norm", Action::kMutate},
     {"aten::_batch_norm_impl_index", Action::kMutate},
     {"aten::_batch_norm_with_update", Action::kMutate},
-    // Metadata only: no data is read.
+    // Ops that read only metadata.
     {"aten::size", Action::kMetadata},
     {"aten::stride", Action::kMetadata},
     {"aten::dim", Action::kMetadata},
@@ -46,7 +46,7 @@ constexpr Override kOverrides[] = {
     {"aten::is_inference", Action::kMetadata},
     {"aten::result_type", Action::kMetadata},
     {"aten::can_cast", Action::kMetadata},
-    // New tensors from metadata.
+    // Ops that make new tensors from metadata.
     {"aten::zeros", Action::kFactory},
     {"aten::ones", Action::kFactory},
     {"aten::full", Action::kFactory},
@@ -68,7 +68,7 @@ constexpr Override kOverrides[] = {
     {"aten::resolve_conj", Action::kDecompose},
     {"aten::resolve_neg", Action::kDecompose},
     {"aten::conj_physical", Action::kDecompose},
-    {"aten::prelu", Action::kDecompose},  // its kernel is elementwise
+    {"aten::prelu", Action::kDecompose},  // calls `_prelu_kernel`, which is elementwise
     {"aten::atleast_1d", Action::kDecompose},
     {"aten::atleast_2d", Action::kDecompose},
     {"aten::atleast_3d", Action::kDecompose},
@@ -111,7 +111,7 @@ constexpr Override kOverrides[] = {
     {"aten::tensordot", Action::kDecompose},
     {"aten::outer", Action::kDecompose},
     {"aten::ger", Action::kDecompose},
-    // Views whose dtype or bits differ from their base.
+    // Ops that return a view whose dtype or bits differ from those of its base.
     {"aten::view_as_real", Action::kAtOnce},
     {"aten::view_as_complex", Action::kAtOnce},
     {"aten::real", Action::kDecompose},
@@ -124,8 +124,8 @@ constexpr Override kOverrides[] = {
     // Ops that address memory by absolute offsets. In a batch these offsets are different.
     {"aten::as_strided_copy", Action::kAtOnce},
     {"aten::as_strided_scatter", Action::kAtOnce},
-    // The result's shape depends on values only if an index is a mask. The Meta kernel rejects
-    // masks.
+    // The shape of the result of `index` depends on values only if an index is a mask. The Meta
+    // kernel rejects masks.
     {"aten::index", Action::kDefer},
     // The op that stands for a custom autograd.Function.
     {"autobatch::custom_function", Action::kDefer},
@@ -145,7 +145,8 @@ constexpr std::string_view kIntegralOnly[] = {
     "aten::bitwise_and", "aten::bitwise_or", "aten::bitwise_xor", "aten::bitwise_not",
     "aten::__and__",     "aten::__or__",     "aten::__xor__"};
 
-// Ops that copy memory here. In eager mode, their result shares this memory with the argument.
+// Ops that copy memory in this library. In eager mode, their result shares this memory with the
+// argument.
 constexpr std::string_view kReinterpreting[] = {"autobatch::as_complex", "autobatch::as_real",
                                                 "autobatch::conjugate"};
 
@@ -322,7 +323,7 @@ void describe_write(OpInfo& info) {
   }
 }
 
-// Fills in what follows from the names and types of the arguments.
+// Fills in the members of `info` that follow from the names and types of the op's arguments.
 void describe_arguments(OpInfo& info) {
   const c10::FunctionSchema& schema = info.handle.schema();
   for (size_t i = 0; i < std::min<size_t>(schema.arguments().size(), 64); ++i) {
@@ -411,7 +412,7 @@ Action OpInfo::action_on(at::ArrayRef<c10::IValue> arguments) const {
     const bool is_given = to.isTensor() && to.toTensor().defined();
     if ((written_arguments >> i & 1) != 0 && is_given) return Action::kMutate;
   }
-  return Action::kDefer;  // no statistics are kept
+  return Action::kDefer;  // the call updates no statistics
 }
 
 namespace {

@@ -1,5 +1,5 @@
-// Defines how each op is captured. A table lists the ops that need a special treatment. For all
-// other ops, the treatment follows from the schema.
+// Defines how each op is captured. A table lists the actions of the ops that need special
+// treatment. For all other ops, the action follows from the schema.
 #pragma once
 
 #include "autobatch/export.h"
@@ -18,15 +18,15 @@ struct Decomposition;
 
 enum class Action : uint8_t {
   kDefer,     // becomes a node
-  kView,      // address arithmetic on a pending tensor
+  kView,      // becomes a view, by address arithmetic on a pending tensor
   kMetadata,  // reads sizes or types only: runs on the pending tensor without a flush
   // Ops such as `zeros`, `full_like` and `new_ones`. The op becomes a node if the result is a plain
-  // tensor. Otherwise it runs eagerly, with a stand-in for each pending argument.
+  // tensor. Otherwise the op runs eagerly, with a stand-in for each pending argument.
   kFactory,
   // A composite op that may return its argument, or that calls ops with native rules. The ops that
   // it calls are captured.
   kDecompose,
-  kAtOnce,  // needs values, or has effects: its arguments are computed, then it runs
+  kAtOnce,  // the op needs values or has effects, and runs once its arguments are computed
   // Writes to an argument. The write is deferred if `OpInfo::write` describes the written value
   // (deferred_writes.h). Any other write is handled like kAtOnce, but pending readers of the memory
   // run first.
@@ -37,7 +37,7 @@ enum class Action : uint8_t {
 enum class WriteKind : uint8_t {
   kNone,     // not deferred: writes to other memory too, or has no functional counterpart
   kZero,     // zeros
-  kGiven,    // argument 1: `copy_`, `fill_`
+  kGiven,    // the value of argument 1 (`copy_`, `fill_`)
   kCompute,  // the result of its functional counterpart
   kOut,      // like kCompute, but writes to the last argument (out_variants.h)
 };
@@ -45,8 +45,9 @@ enum class WriteKind : uint8_t {
 // How autograd differentiates an in-place op, compared with its functional counterpart.
 enum class InPlaceFormula : uint8_t {
   kSame,
-  kNone,             // no formula: backward raises an error
-  kOfPositiveSlope,  // uses the result; correct only if argument 1 is not negative
+  kNone,  // no formula: backward raises an error
+  // The formula uses the result of the op, and is correct only if argument 1 is not negative.
+  kOfPositiveSlope,
 };
 
 struct OpInfo {
@@ -88,21 +89,21 @@ struct OpInfo {
   bool integral_only = false;   // eager raises an error for floating-point tensors
   bool always_defer = false;    // worth batching even on ordinary tensors
   bool is_verdict = false;      // returns one bool; runs without a flush on the result of a factory
-  bool fails_for_values = false;  // runs immediately if the program may catch its error
+  bool fails_for_values = false;  // the op runs immediately if the program may catch its error
   bool random = false;
   bool composite = false;         // its kernel only calls other ops
-  bool decomposes = false;        // if the op cannot be captured, the ops that it calls can be
+  bool decomposes = false;        // the ops that it calls can be captured instead of the op
   bool is_dropout = false;        // dropout op with a native rule: autocast casts nothing in it
   bool cast_on_cpu = false;       // autocast on a CPU casts its arguments
   bool cast_on_cuda = false;      // autocast on the accelerator casts its arguments
   bool is_cast = false;           // `to.dtype`, which autocast calls
   int writes_if_argument = -1;    // if >= 0: flag argument that makes the op update its statistics
   bool keeps_statistics = false;  // writes to `running_mean`, which the schema does not declare
-  int index_argument = -1;        // position of `Tensor?[] indices` into argument 0; -1: none
+  int index_argument = -1;        // of the argument `indices` (Tensor?[]); -1: none
   int dropout_argument = -1;  // position of a dropout probability; if it is 0, the op is not random
 };
 
-// Returns the record of this op. The record is made on first use and kept until the process ends.
+// Returns the OpInfo of this op. The OpInfo is made on first use and kept until the process ends.
 const OpInfo& op_info(const c10::OperatorHandle& op);
 AUTOBATCH_INTERNAL const OpInfo& find_op(const char* name, const char* overload);
 
@@ -113,7 +114,8 @@ std::vector<const Rule*> find_native_rules(std::string_view op);
 // Returns the decompositions of the op, in the order in which they are tried
 // (rules/decompositions.h).
 std::vector<const Decomposition*> find_decompositions(std::string_view op);
-// The rule for any elementwise op. Instances may have different lengths.
+// Returns the rule for any elementwise op. Operands of different instances may have different
+// sizes.
 const Rule& rule_of_tagged_ops();
 
 }  // namespace autobatch

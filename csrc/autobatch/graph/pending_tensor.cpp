@@ -203,10 +203,10 @@ void PendingTensor::require_data() const {
   }
 }
 
-// A profiler that records the arguments of ops calls this function while it makes a record. A
-// nested record or an exception would break the profiler's lists of arguments: the process would
-// end, or the profile would be lost. Therefore nothing is recorded here, and errors are dropped.
-// The op raises the errors later.
+// A profiler that records the arguments of ops calls this function while the profiler makes a
+// record. A nested record or an exception would break the profiler's lists of arguments: the
+// process would end, or the profile would be lost. Therefore nothing is recorded here, and errors
+// are dropped. The op raises the errors later.
 bool PendingTensor::has_storage() const {
   if (!is_pending() && lost_ == nullptr) return c10::TensorImpl::has_storage();
   if (!profiler_records_arguments()) {
@@ -267,7 +267,7 @@ bool is_plain(const c10::TensorImpl& tensor) {
       {compat::kDeferKey, ADInplaceOrView, CPU, CUDA, HIP, XPU, MPS, PrivateUse1, AutogradCPU,
        AutogradCUDA, AutogradHIP, AutogradXPU, AutogradMPS, AutogradPrivateUse1, AutocastCPU,
        AutocastCUDA, AutocastXPU, AutocastMPS, AutocastPrivateUse1});
-  // Includes the bits of backends, which DispatchKeySet's `-` would ignore.
+  // The raw representation includes the bits of backends, which DispatchKeySet's `-` would ignore.
   return (tensor.key_set().raw_repr() & ~kPlainKeys.raw_repr()) == 0;
 }
 

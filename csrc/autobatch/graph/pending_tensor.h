@@ -20,14 +20,15 @@
 
 namespace autobatch {
 
-// PyTorch's AutogradMeta, in memory from a free list.
+// PyTorch's AutogradMeta, allocated from a free list.
 struct PendingMeta final : torch::autograd::AutogradMeta, FromFreeList<PendingMeta> {};
 
 class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingTensor> {
  public:
-  // Stands for `value` of `graph`, and has its sizes, strides, dtype, device and requires_grad.
+  // Makes a tensor that stands for `value` of `graph`. The tensor has the sizes, strides, dtype,
+  // device and requires_grad of the value.
   PendingTensor(Graph* graph, ValueId value);
-  // Stands for `value`, which has number `id` in a part that was split from the graph.
+  // Makes a tensor that stands for `value`, which has number `id` in a part split from the graph.
   PendingTensor(Graph* graph, ValueId id, const Value& value);
 
   Graph* graph() const { return graph_.load(std::memory_order_relaxed); }
@@ -85,17 +86,17 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
   AUTOBATCH_INTERNAL static bool rest(const at::Tensor& last);
   // Must be called after rest(). Makes the tensor stand for another value, like a new tensor.
   AUTOBATCH_INTERNAL void wake(Graph* graph, ValueId value);
-  // Called after rest() instead of wake(). Allows the last reference to be dropped.
+  // Must be called after rest() if wake() is not called. Allows the last reference to be dropped.
   AUTOBATCH_INTERNAL void end_rest();
 
   // Turns this object into an ordinary tensor whose data begins `offset` elements after the start
   // of the storage of `memory`. The tensor gets the dispatch keys and the version counter of
   // `memory`.
   void become(const at::Tensor& memory, int64_t offset);
-  // Marks the tensor as lost: the flush failed before it was computed. Every later use raises an
-  // error with `reason`, which describes the failure that caused the loss. Drops the requests.
-  // Returns the reference with which the requests kept the tensor alive, or null. Releasing the
-  // reference may destroy the tensor.
+  // Marks the tensor as lost: the flush failed before the tensor was computed. Every later use
+  // raises an error with `reason`, which describes the failure that caused the loss. Drops the
+  // requests. Returns the reference with which the requests kept the tensor alive, or null.
+  // Releasing the reference may destroy the tensor.
   c10::intrusive_ptr<PendingTensor> lose(std::shared_ptr<const std::string> reason);
   bool is_lost() const { return lost_ != nullptr; }
   const std::shared_ptr<const std::string>& reason() const { return lost_; }
@@ -126,7 +127,7 @@ class PendingTensor final : public c10::TensorImpl, public FromFreeList<PendingT
     std::vector<Request> all;
   };
 
-  std::atomic<Graph*> graph_;  // null when computed or lost
+  std::atomic<Graph*> graph_;  // null once the tensor is computed or lost
   std::atomic<ValueId> value_;
   std::thread::id owner_ = std::this_thread::get_id();
   bool is_kept_ = false;
@@ -153,7 +154,7 @@ AUTOBATCH_INTERNAL at::Tensor make_pending(Graph& graph, ValueId id);
 // Whether a tensor on the memory of `base` has requests.
 bool has_requests(const Tape& tape, ValueId base);
 
-// Whether the dispatch keys are the keys of an ordinary dense tensor or of a pending one.
+// Whether the dispatch keys are the keys of an ordinary dense tensor or of a pending tensor.
 bool is_plain(const c10::TensorImpl& tensor);
 
 // --- implemented in scope/pending_reads.cpp ---

@@ -56,7 +56,7 @@ bool profiler_records_arguments();
 // Returns the operands of the node as text: "(Float[1, 128], Float[384, 128], None)".
 std::string describe_operands(const Tape& tape, const Node& node);
 
-// Returns the name of a batch, with the shapes of its first instance:
+// Returns the name of a batch, with the operand shapes of its first member:
 // "torch_autobatch::aten::linear(Float[1, 128], Float[384, 128]) x 220".
 std::string name_of_batch(const Tape& tape, const Node& first, size_t instances);
 

@@ -43,19 +43,19 @@ using Key = c10::SmallVector<uint64_t, 32>;
 struct Signature {
   std::vector<uint64_t> key;
   const OpInfo* op = nullptr;
-  const Rule* rule = nullptr;            // runs the batches; a generic rule may fall back to a loop
+  const Rule* rule = nullptr;            // rule of the batches; a generic rule may run a loop
   std::shared_ptr<const Rule> own_rule;  // owner of `rule` if only this signature uses it
   DispatchContext context;
-  std::vector<c10::IValue> arguments;  // of the first node; tensors are replaced by None
-  std::vector<Slot> slots;             // of the operands
+  std::vector<c10::IValue> arguments;  // arguments of the first node; None replaces tensors
+  std::vector<Slot> slots;             // one slot per operand
   uint64_t weight_slots = 0;           // bit s: operand s is a weight, the same for all nodes
   uint32_t variadic = kNone;           // list argument whose length is not in the key, if any
   std::vector<ResultMeta> results;     // inferred once (generic rules only)
   bool returns_list = false;           // the op has one return, a Tensor[] of all its results
-  std::string site;                    // line of user code that first captured it in `scope`
+  std::string site;                    // first line of user code that captured the op in `scope`
   uint64_t position = 0;               // position within that line (Place::position)
-  uint64_t scope = 0;                  // id of the last scope that captured it
-  std::string note;                    // shown in the report: why the batches run as they do
+  uint64_t scope = 0;                  // id of the last scope that captured the signature
+  std::string note;                    // for the report: why no better rule runs the batches
   // Maps each set of operands that require grad to the operands and results that eager saves
   // (saved_tensor_check.cpp).
   std::unordered_map<uint64_t, uint64_t> saved;
@@ -75,8 +75,8 @@ class SignatureTable {
   size_t size() const { return entries_.size(); }
 
  private:
-  std::deque<Signature> entries_;                   // addresses stay valid
-  ska::flat_hash_map<uint64_t, Signature*> index_;  // by hash: first entry of a list (next)
+  std::deque<Signature> entries_;                   // a deque, so addresses stay valid
+  ska::flat_hash_map<uint64_t, Signature*> index_;  // key: hash; value: head of a linked list
 };
 
 uint64_t hash_key(const Key& key);
@@ -131,14 +131,16 @@ void append_string(Words& key, std::string_view text) {
   }
 }
 
-// The caller appends the items, one word each.
+// Appends the start of a list of integers. The caller must then append the items, one word per
+// item.
 template <class Words>
 void append_int_list_start(Words& key, size_t size) {
   key.push_back(kIntListWord);
   key.push_back(size);
 }
 
-// The caller appends the items, each as the words of an argument.
+// Appends the start of a list. The caller must then append the items. Each item has the words of an
+// argument.
 template <class Words>
 void append_list_start(Words& key, size_t size) {
   key.push_back(kListWord);

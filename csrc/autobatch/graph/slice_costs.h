@@ -33,7 +33,8 @@ class SliceCosts {
   // Returns the expected time, in nanoseconds, of a batch of `nodes` nodes of the signature. If no
   // batch of the signature has run, the time is a guess.
   double expect(uint64_t serial, size_t nodes) const;
-  // Returns the size of the largest batch that takes no longer than the bound; at least 1 node.
+  // Returns the size of the largest batch that takes no longer than the bound of the slice. The
+  // size is at least 1 node.
   size_t most(uint64_t serial) const;
 
  private:
@@ -44,7 +45,7 @@ class SliceCosts {
   using Row = std::array<float, kSizes>;
   static size_t row_of(size_t nodes);
 
-  // The minimum number of slices (approximately) in which all pending nodes run. If many nodes are
+  // The approximate minimum number of slices in which all pending nodes run. If many nodes are
   // pending, requests wait much longer than one slice, and larger batches finish all requests
   // sooner.
   static constexpr double kLeastSlices = 8;
@@ -59,10 +60,10 @@ class SliceCosts {
   double bound_ = 1e6;
   double taken_ = 0;
   // Measured time of slices divided by expected time. The time for planning increases this ratio.
-  // Batches that are joined decrease it.
+  // Batches that are joined decrease the ratio.
   double scale_ = 1;
   double slices_ = 0;                       // nanoseconds that the last few slices took
-  double nodes_ = 0;                        // nodes that these slices ran
+  double nodes_ = 0;                        // nodes that the last few slices ran
   ska::flat_hash_map<uint64_t, Row> rows_;  // by Signature::serial: nanoseconds per node
 };
 

@@ -34,17 +34,17 @@ void note_alias(const at::TensorBase& tensor);
 // Whether note_alias recorded any storage (any_aliases), or this storage (has_aliases).
 bool any_aliases();
 bool has_aliases(const c10::Storage& storage);
-// Whether another tensor with its own version counter may write to the memory of this tensor.
+// Whether another tensor with a separate version counter may write to the memory of this tensor.
 bool may_change_unseen(const at::Tensor& tensor);
 
-// Returns a copy of the tensor with the same strides, in its own memory.
+// Returns a copy of the tensor in separate memory. The copy has the same strides.
 at::Tensor copy_as_read(const at::Tensor& tensor);
 
 // Whether two tensors of the same sizes and dtype have the same content. On a CPU bits are
 // compared, so NaN equals NaN and -0 differs from 0. On other devices values are compared.
 bool is_same(const at::Tensor& a, const at::Tensor& b);
-// Whether the content of the memory differs from GraphInput::as_read. Returns false if `as_read`
-// was not kept.
+// Whether the content of the graph input's memory differs from GraphInput::as_read. Returns false
+// if `as_read` was not kept.
 bool is_overwritten(const GraphInput& graph_input);
 
 }  // namespace autobatch

@@ -5,9 +5,9 @@
 
 namespace autobatch {
 
-// Returns a tensor with the same memory, without history and with a new version counter. Unlike
-// `x.data` in user code, detached_alias() does not call note_alias (storage_aliases.h), so other
-// tensors do not notice a write through the returned tensor.
+// Returns a tensor that shares the memory of `tensor`, and has no autograd history and a new
+// version counter. Unlike `x.data` in user code, detached_alias() does not call note_alias
+// (storage_aliases.h), so other tensors do not notice a write through the returned tensor.
 at::Tensor detached_alias(const at::Tensor& tensor);
 
 // Returns a view of the buffer with `sizes` and `strides` (in elements). The view begins `offset`
@@ -15,8 +15,9 @@ at::Tensor detached_alias(const at::Tensor& tensor);
 // the dispatcher. It must be fast, because a batch makes several views of each operand.
 at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::IntArrayRef strides,
                         int64_t offset);
-// Both functions return a contiguous view that begins `offset` elements after the start of the
-// buffer. rows_view() returns `numel` elements as rows of `width` elements.
+// dense_view() and rows_view() return a contiguous view that begins `offset` elements after the
+// start of the buffer. The view of rows_view() contains `numel` elements as rows of `width`
+// elements.
 at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset);
 at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int64_t offset);
 

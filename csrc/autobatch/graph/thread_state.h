@@ -18,11 +18,11 @@ class Scope;
 struct CaptureState {
   Scope* scope = nullptr;           // open scope that captures, or null
   Scope* paused = nullptr;          // open scope that is paused (payoff.h), or null
-  uint64_t calls = 0;               // counted by count_call (payoff.h)
+  uint64_t calls = 0;               // number of calls that count_call counted (payoff.h)
   uint64_t resume_at = 0;           // value of `calls` at which the paused scope captures again
   CellTrace* trace = nullptr;       // records the cell call that is being traced, or null
   FormulaTrace* formula = nullptr;  // records the derivative formula that is being traced, or null
-  bool eager = false;               // in batch(enabled=False) inside the scope
+  bool eager = false;               // true in batch(enabled=False) inside the scope
   bool captures_data = false;       // captures calls even if all tensors are from outside the scope
   bool may_flush = true;            // if false, a flush raises an error
   int graph_task = -1;              // task of autograd's engine in which `scope` was opened, or -1

@@ -83,7 +83,8 @@ void narrow(Arguments arguments, ViewResult& result) {
   give(result, narrowed(g, dim, start, length));
 }
 
-// Adds pieces of `length` along `dim`. The last piece may be smaller.
+// Adds to `result` the views that split `g` into pieces of size `length` along `dim`. The last
+// piece may be smaller.
 void split_evenly(const ViewGeometry& g, int64_t dim, int64_t length, ViewResult& result) {
   for (int64_t start = 0; start < g.sizes[dim]; start += length) {
     give(result, narrowed(g, dim, start, std::min(length, g.sizes[dim] - start)));
@@ -237,7 +238,8 @@ void expand_as(Arguments arguments, ViewResult& result) {
   expand_to(self(arguments), arguments[1].toTensor().sizes(), result);
 }
 
-// Reshapes to `sizes` (one size may be -1). Makes no copy if the strides allow a view.
+// Sets `result` for a reshape of `tensor` to `sizes` (one size may be -1). The result is a view if
+// the strides allow one. Otherwise the result is a copy if `may_copy` is true.
 void reshape_to(const at::Tensor& tensor, std::vector<int64_t> sizes, bool may_copy,
                 ViewResult& result) {
   int64_t known = 1;
@@ -271,7 +273,7 @@ void reshape_to(const at::Tensor& tensor, std::vector<int64_t> sizes, bool may_c
 }
 
 void view(Arguments arguments, ViewResult& result) {
-  if (!arguments[1].isIntList()) return;  // view.dtype
+  if (!arguments[1].isIntList()) return;  // the overload view.dtype is not supported
   reshape_to(arguments[0].toTensor(), arguments[1].toIntVector(), false, result);
 }
 

@@ -32,7 +32,7 @@ struct ViewResult {
 // and offset.
 using ViewFunction = void (*)(at::ArrayRef<c10::IValue> arguments, ViewResult& result);
 
-// Returns the function for an op by its full name ("aten::select.int"), or null.
+// Returns the function for the op with the full name `op` ("aten::select.int"), or null.
 ViewFunction find_view_function(std::string_view op);
 
 }  // namespace autobatch

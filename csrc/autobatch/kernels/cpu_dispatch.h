@@ -1,4 +1,4 @@
-// Kernels of this library for the vector units of a CPU. They are compiled twice: by
+// Kernels of this library for the vector units of a CPU. The kernels are compiled twice: by
 // kernels_avx2.cpp for AVX2, and by kernels_avx512.cpp for AVX-512.
 #pragma once
 
@@ -13,9 +13,10 @@ namespace autobatch {
 using TurnKernel = void (*)(const float* from, int64_t step, int64_t n, int64_t m, float* to,
                             int64_t to_step);
 
-// out (+)= x matrix, [rows, columns] (+)= [rows, depth] [depth, columns]. Each row is dense, and
-// rows are `x_step`, `matrix_step` or `out_step` floats apart. `depth_step`: number of terms that
-// are summed before their sum is added to `out`.
+// A product out = x matrix, or out += x matrix if `adds` is true. The sizes are [rows, columns] =
+// [rows, depth] [depth, columns]. Each row is dense, and rows are `x_step`, `matrix_step` or
+// `out_step` floats apart. `depth_step`: number of terms that are summed before their sum is added
+// to `out`.
 struct MultiplyBlock {
   const float *x, *matrix;
   float* out;

@@ -109,7 +109,7 @@ class ElementwiseRun {
   struct Bound {
     T* data;
     int64_t row, mid;
-    int64_t next;  // distance to the same place in the next block, in elements
+    int64_t next;  // elements from a place in this block to the same place in the next block
   };
 
   Bound bind(const ElementwisePlace& place, int64_t first) const {
@@ -137,9 +137,9 @@ class ElementwiseRun {
     }
   }
 
-  // `out` may be `a` or `b`. Prefetches the elements of the next block. In backward most of these
-  // elements are no longer in the cache, and the hardware does not predict the next address if rows
-  // are read in parts.
+  // Applies f to n elements of `a` and, if kTwo is true, of `b`. `out` may be `a` or `b`.
+  // Prefetches the elements of the next block. In backward most of these elements are no longer in
+  // the cache, and the hardware does not predict the next address if rows are read in parts.
   template <bool kTwo, class F>
   static void run_inner(const Bound& out, const Bound& a, const Bound& b, int64_t n, const F& f) {
     constexpr int64_t kLanes = V::size();

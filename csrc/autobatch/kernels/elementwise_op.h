@@ -1,5 +1,5 @@
 // The ops of elementwise programs (elementwise_program.h). This file includes no torch header, so
-// that the CUDA kernel can include it.
+// that the source file of the CUDA kernel can include it.
 #pragma once
 
 #include "autobatch/kernels/cuda/device_code.h"
@@ -21,7 +21,8 @@ enum class ElementwiseCode : uint8_t {
   kAdd,  // the first op that reads `b`: a + scale * b
   kMul,
   kDiv,  // a / b
-// The gradient of the operand. a: the gradient of the result; b: the operand or the result.
+// The gradient of the operand of a fused op, where `a` is the gradient of the result, and `b` is
+// the operand or the result.
 #define FUSED_ELEMENTWISE_OP(Name, ...) k##Name##Backward,
 #include "autobatch/kernels/elementwise_ops.inc"
 };

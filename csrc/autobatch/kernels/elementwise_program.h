@@ -18,7 +18,7 @@ namespace autobatch {
 // `inner` contiguous elements (ElementwiseStep).
 struct ElementwisePlace {
   void* data = nullptr;
-  int64_t row = 0;  // elements from one row to the next; 0 if all rows read the same place
+  int64_t row = 0;  // elements from one row to the next; 0 if all rows use the same elements
   int64_t mid = 0;  // elements from one run to the next
   // The two fields below are for a temporary, which only the program reads (`data` is null).
   // `before`: elements per row of all temporaries before this one. `offset`: elements from the

@@ -39,9 +39,9 @@ char* mutable_address(const Region& region) {
          region.offset * static_cast<int64_t>(region.buffer->element_size());
 }
 
-// A strided region as an outer loop over contiguous runs.
+// Describes a strided region as an outer loop over contiguous runs.
 struct Runs {
-  int64_t length = 1;  // elements in a run
+  int64_t length = 1;  // number of elements in a run
   c10::SmallVector<int64_t, 6> sizes;
   c10::SmallVector<int64_t, 6> strides;
 };
@@ -125,8 +125,8 @@ void add_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] += from[i];
 }
 
-// Writes 0 + the first contribution to a run. The result is the same as that of an addition to
-// memory that was filled with zeros.
+// Writes 0 + the first contribution to a run. The result is the same as after adding the
+// contribution to zeros.
 template <class T>
 void start_run(T* to, const T* from, int64_t length) {
   for (int64_t i = 0; i < length; ++i) to[i] = T(0) + from[i];
@@ -150,7 +150,8 @@ void clear_far(char* to, size_t bytes) {
   std::memset(to, 0, bytes);
 }
 
-// Writes zeros to the rows that have received no addition. Consecutive rows are filled together.
+// Writes zeros to the rows that have received no addition (`begun` is 0). Consecutive rows are
+// filled together.
 void clear_rows(char* rows, size_t bytes, const std::vector<uint8_t>& begun) {
   const bool far = bytes * begun.size() > kFarBytes;
   const auto row_bytes = std::max<int64_t>(1, static_cast<int64_t>(bytes));
@@ -189,7 +190,8 @@ const T* add_region(const T* from, const Region& region) {
   return from;
 }
 
-// to = from. Either region may be strided. If both regions are strided, uses a contiguous copy.
+// Copies `from` to `to`. Either region may be strided. If both regions are strided, the elements
+// are first copied to a contiguous buffer.
 void copy_between(const Region& from, const Region& to, int64_t item) {
   if (from.geometry->numel == 0) return;
   if (to.geometry->contiguous) return copy_region(from, mutable_address(to), item);
@@ -243,7 +245,7 @@ Layout layout_of(const Regions& regions) {
     expected = r.offset + r.geometry->numel;
     layout.numel += r.geometry->numel;
   }
-  // Empty regions are distinct even if they have the same address.
+  // Empty regions are not treated as the same region, even if they have the same address.
   layout.same &= layout.same_buffer && layout.uniform && (n == 1 || first.geometry->numel > 0);
   layout.regular &= layout.same_buffer && layout.uniform && layout.step >= 0;
   layout.consecutive &= layout.same_buffer;
@@ -299,8 +301,8 @@ void gather_into(const Regions& regions, const at::Tensor& out) {
 
 namespace {
 
-// Whether elements of the region are sums of very many values. If so many values are added one
-// after the other, the rounding error is clearly larger than the error of ATen's sum.
+// Whether elements of the region are sums of very many values. If these values are added one after
+// the other, the rounding error is clearly larger than the error of ATen's sum.
 bool sums_many(const Region& region, c10::ScalarType dtype) {
   if (region.buffer == nullptr || !region.geometry->overlapping) return false;
   return c10::isReducedFloatingType(dtype) ||

@@ -14,8 +14,8 @@
 
 namespace autobatch {
 
-// A strided region of a buffer. `buffer` is a 1-D tensor (a slab) or a graph input's data,
-// and `offset` counts elements from its data pointer.
+// A strided region of a buffer. `buffer` is a 1-D tensor (a slab) or a graph input's data, and
+// `offset` counts elements from the data pointer of the buffer.
 struct Region {
   const at::Tensor* buffer = nullptr;
   int64_t offset = 0;
@@ -31,11 +31,11 @@ using Regions = std::vector<Region>;
 struct Layout {
   bool uniform = true;  // all regions have the same geometry
   bool same_buffer = true;
-  bool same = true;         // all are the same region
-  bool regular = true;      // one buffer, one geometry, offsets offset[0] + m * step
-  bool consecutive = true;  // one buffer, contiguous, each starts where the previous region ends
+  bool same = true;         // all regions are the same region
+  bool regular = true;      // one buffer, one geometry, equal distances (`step`)
+  bool consecutive = true;  // one buffer; contiguous regions without gaps between them
   int64_t step = 0;         // elements from one region to the next, if regular
-  int64_t numel = 0;        // of all regions together
+  int64_t numel = 0;        // number of elements of all regions together
 };
 Layout layout_of(const Regions& regions);
 
@@ -61,16 +61,17 @@ class RegionRows {
 
  private:
   Layout layout_;
-  mutable Regions regions_;  // all, or only the first
+  mutable Regions regions_;  // all regions, or only the first one
   int64_t count_ = 0;
 };
 
 // Returns the region as a tensor over the buffer's memory.
 at::Tensor region_view(const Region& region);
-// Returns all regions as one tensor [n, *sizes] over the buffer's memory. Requires `regular`.
+// Returns all regions as one tensor [n, *sizes] over the buffer's memory. The layout must be
+// `regular`.
 at::Tensor regular_view(const RegionRows& located);
 // Returns the elements of all regions, 1-D or as rows of `width` elements, over the buffer's
-// memory. Requires `consecutive`.
+// memory. The layout must be `consecutive`.
 at::Tensor consecutive_view(const RegionRows& located);
 at::Tensor consecutive_rows(const RegionRows& located, int64_t width);
 
@@ -87,14 +88,14 @@ void scatter_add(const at::Tensor& values, const Regions& regions);
 // conjugation or negation.
 at::Tensor plain(const at::Tensor& tensor);
 
-// to = from, and to += from, for each pair of regions. The regions of a pair have the same number
-// of elements.
+// Compute to = from (copy_regions) or to += from (add_regions) for each pair of regions. The
+// regions of a pair have the same number of elements.
 void copy_regions(const Regions& from, const Regions& to);
 void add_regions(const Regions& from, const Regions& to);
 
-// target[indices[r]] += rows[r], for all r with indices[r] != skip. `target` is [V, D], contiguous.
-// If `times` is given, `rows` consists of times.size() blocks of equal size. Block b is added
-// times[b] times, and each time the next indices are used. `fresh`: whether the target is
+// Computes target[indices[r]] += rows[r] for all r with indices[r] != skip. `target` is [V, D],
+// contiguous. If `times` is given, `rows` consists of times.size() blocks of equal size. Block b is
+// added times[b] times, each time with the next indices. `fresh`: whether the target is
 // uninitialized. Rows of a fresh target that receive no addition become zero.
 void index_add_rows(const at::Tensor& target, const at::Tensor& indices, const at::Tensor& rows,
                     int64_t skip, at::IntArrayRef times = {}, bool fresh = false);

@@ -12,8 +12,8 @@ namespace autobatch {
 namespace by_aten {
 namespace {
 
-// Adds to a region whose elements share memory. Adds by index, because an ordinary addition would
-// keep only one of the values that share an address.
+// Adds `values` to a region whose elements share memory. The values are added by index, because an
+// ordinary addition would keep only one of the values for each address.
 void add_by_index(const at::Tensor& values, const Region& region) {
   const Geometry& g = *region.geometry;
   const at::Tensor memory =
@@ -39,7 +39,7 @@ void for_each_part(const at::Tensor& values, const Regions& regions, const Visit
 
 }  // namespace
 
-// Makes one call if all regions are contiguous, and one call for each region otherwise.
+// Makes one call of ATen if all regions are contiguous, and otherwise one call for each region.
 void gather(const Regions& regions, const at::Tensor& out) {
   const bool joins = regions.size() > 1 && std::ranges::all_of(regions, [](const Region& region) {
                        return region.buffer != nullptr && region.geometry->contiguous;

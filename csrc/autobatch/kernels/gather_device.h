@@ -18,7 +18,7 @@ void add_regions_on_device(const Regions& from, const Regions& to);
 // device has no kernel for lookups.
 bool find_rows_on_device(const RowQuery& query, const at::Tensor& out);
 
-// Implementations by ATen calls, for any device.
+// Implementations of these functions by ATen calls, for any device.
 namespace by_aten {
 void gather(const Regions& regions, const at::Tensor& out);
 void unpack(const at::Tensor& values, const Regions& regions);

@@ -15,7 +15,8 @@ namespace autobatch {
 namespace {
 
 // kLarge: a product with at least this many multiply-adds is faster in a BLAS, including the cost
-// of the call. kMostTerms: the largest number of terms that the kernel sums one after the other.
+// of the call. kMostTerms: the largest number of terms of a sum that the kernel adds one after the
+// other.
 constexpr int64_t kLarge = int64_t{1} << 18;
 constexpr int64_t kMostTerms = 1024;
 
@@ -26,7 +27,7 @@ int64_t multiply_adds(const MatrixProduct& product) {
 bool is_for_kernel(const MatrixProduct& product) {
   const MatrixPlace& out = product.out;
   if (out.rows == 1 || out.columns == 1 || product.left.columns == 1) return true;
-  if (out.row == 0 || out.column == 0) return true;  // a sum in place, which at::mm rejects
+  if (out.row == 0 || out.column == 0) return true;  // at::mm rejects a stride of 0
   return product.left.columns <= kMostTerms && multiply_adds(product) < kLarge;
 }
 

@@ -25,7 +25,7 @@ struct MatrixPlace {
   MatrixPlace transposed() const { return {data, columns, rows, column, row}; }
 };
 
-// out = left right, or out += left right if `adds` is true.
+// The product out = left right, or out += left right if `adds` is true.
 struct MatrixProduct {
   MatrixPlace out, left, right;
   bool adds = false;
@@ -37,7 +37,7 @@ struct MatrixProduct {
 void run_matrix_products(c10::ArrayRef<MatrixProduct> products, c10::ScalarType dtype,
                          bool disjoint);
 
-// Runs one product by at::mm. Makes tensors for the matrices.
+// Runs one product by at::mm, on new tensor objects for the matrices.
 void multiply_by_library(const MatrixProduct& product, c10::ScalarType dtype);
 
 // Runs these products in order, on one thread (cpu_dispatch.h).

@@ -66,7 +66,7 @@ class MatrixProductRun {
 
   // --- a matrix and a vector ---
 
-  // out (+)= matrix vector.
+  // Computes out = matrix vector, or out += matrix vector.
   void multiply(const MatrixPlace& out, const MatrixPlace& matrix, const MatrixPlace& vector) {
     const int64_t n = matrix.rows;
     const T* v = contiguous(data(vector), vector.row, vector.rows, vector_);
@@ -96,8 +96,8 @@ class MatrixProductRun {
     return at::vec::vec_reduce_all<T>([](const V& x, const V& y) { return x + y; }, sum);
   }
 
-  // Returns `lanes` elements of the sum of `n` columns, each multiplied by its element of the
-  // vector.
+  // Multiplies each of `n` columns by the corresponding element of the vector, and sums the
+  // columns. Returns `lanes` elements of the sum.
   static V combination(const T* columns, int64_t step, const T* vector, int64_t n, int64_t lanes) {
     V even(0), odd(0);
     int64_t j = 0;
@@ -115,8 +115,8 @@ class MatrixProductRun {
   static constexpr int64_t kTileVectors = 2;  // 4 * 2 sums at a time hide the latency of an add
   static constexpr int64_t kTileColumns = kTileVectors * kLanes;
 
-  // out (+)= left right, in tiles of a few rows and vectors. Vectors of `right` are read from a
-  // copy in which each row is padded to whole vectors.
+  // Computes out = left right, or out += left right, in tiles of a few rows and vectors. Vectors of
+  // `right` are read from a copy in which each row is padded to whole vectors.
   void tiles(const MatrixPlace& out, const MatrixPlace& left, const MatrixPlace& right) {
     const int64_t width = (right.columns + kTileColumns - 1) / kTileColumns * kTileColumns;
     pack(right, width);
@@ -164,8 +164,8 @@ class MatrixProductRun {
     }
   }
 
-  // Writes the vector to row i of `out`, starting at column j. Ignores elements beyond the last
-  // column.
+  // Writes the SIMD vector `value` to row i of `out`, starting at column j. Ignores elements beyond
+  // the last column.
   void put_columns(const MatrixPlace& out, int64_t i, int64_t j, const V& value) const {
     const int64_t lanes = std::min(kLanes, out.columns - j);
     if (lanes <= 0) return;
@@ -176,7 +176,8 @@ class MatrixProductRun {
     for (int64_t c = 0; c < lanes; ++c) put_one(to[c * out.column], each[static_cast<size_t>(c)]);
   }
 
-  // out (+)= column row. Each product is added to 0, as in a sum of several products.
+  // Computes out = column row, or out += column row. Each product of two elements is added to 0, as
+  // in a sum of several products.
   void outer(const MatrixPlace& out, const MatrixPlace& column, const MatrixPlace& row) {
     if (out.column != 1 && out.row == 1 && out.columns > 1) {
       return outer(out.transposed(), row.transposed(), column.transposed());

@@ -8,7 +8,8 @@
 namespace autobatch {
 namespace {
 
-// Kept copies that take more bytes than this are dropped, and made again when they are needed.
+// If the kept copies take more bytes than this, they are dropped, and made again when they are
+// needed.
 constexpr size_t kMostKept = size_t{1} << 26;
 
 }  // namespace
@@ -17,7 +18,7 @@ bool WeightCopies::keep(const GraphInput& weight, size_t num_views) {
   if (!weight.counted || weight.is_copy) return false;
   const void* address = weight.data.const_data_ptr();
   if (sources_.contains(address)) return true;
-  const size_t expected = num_views + 2;  // the weight, and GraphInput::data
+  const size_t expected = num_views + 2;  // plus the weight itself and GraphInput::data
   if (weight.data.storage().use_count() > expected || may_change_unseen(weight.data)) return false;
   sources_[address] = {weight.data, weight.counter, weight.counter.current_version()};
   return true;

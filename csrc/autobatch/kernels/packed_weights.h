@@ -11,11 +11,11 @@ namespace autobatch {
 struct GraphInput;
 struct Signature;
 
-// A flush uses two objects of this class. One object holds copies of any tensors. This object is
-// dropped after the flush, or after a level of backward. The other object belongs to the scope.
-// This object holds copies of weights whose changes can be detected (keep()). In a scope with many
-// flushes, such as a map with reads or an engine, each flush has few rows, and a copy pays off only
-// over several flushes.
+// A flush uses two objects of this class. The first object holds copies of any tensors, and is
+// dropped after the flush, or after a level of backward. The second object belongs to the scope,
+// and holds copies of weights whose changes can be detected (keep()). In a scope with many flushes,
+// such as a map with reads or an engine, each flush has few rows, and a copy pays off only over
+// several flushes.
 class WeightCopies {
  public:
   // The weights of several products of the same x (fuse_shared_input_linear.h), side by side in one
@@ -24,11 +24,11 @@ class WeightCopies {
     std::vector<const void*>
         from;           // addresses of the copied weights and biases; empty if there is no copy
     at::Tensor weight;  // [sum of N, K]
-    at::Tensor bias;    // [sum of N], or undefined
+    at::Tensor bias;    // [sum of N]; undefined if the products have no bias
   };
 
-  // Returns the entry of a product, by the product's signature. Must not be called for copies that
-  // are kept, because the signature may be freed.
+  // Returns the entry of the product with this signature. Must not be called on the object of the
+  // scope, because the signature may be freed before this object.
   Joined& joined(const Signature* product) { return joined_[product]; }
 
   // Returns a row-major copy of a column-major matrix [K, M] (`W.t()`), or an undefined tensor. The
@@ -63,9 +63,9 @@ class WeightCopies {
   };
 
   std::unordered_map<const Signature*, Joined> joined_;
-  std::unordered_map<const void*, Turned> turned_;   // by the address of the matrix
-  std::unordered_map<const void*, Source> sources_;  // the kept weights, by address
-  size_t bytes_ = 0;                                 // of the copies in turned_
+  std::unordered_map<const void*, Turned> turned_;   // by address of the matrix
+  std::unordered_map<const void*, Source> sources_;  // the weights of kept copies, by address
+  size_t bytes_ = 0;                                 // total size of the copies in turned_
 };
 
 }  // namespace autobatch

@@ -20,10 +20,10 @@ namespace autobatch {
 // [-length, length).
 struct RowLookups {
   struct List {
-    const void* values = nullptr;  // on the device of the indices
+    const void* values = nullptr;  // memory on the device of the indices
     at::DimVector strides;
-    int64_t length = 0;  // of the indexed dimension
-    int64_t step = 0;    // rows between consecutive indices
+    int64_t length = 0;  // size of the indexed dimension
+    int64_t step = 0;    // number of rows between consecutive indices
   };
   int64_t first = 0;
   at::DimVector sizes;
@@ -34,9 +34,9 @@ struct RowLookups {
 };
 
 struct RowQuery {
-  at::ArrayRef<RowLookups> members;            // all with the same number of lists
-  c10::SmallVector<c10::ScalarType, 2> types;  // of the lists' values: int32 or int64
-  bool from_end = false;                       // negative indices count from the end
+  at::ArrayRef<RowLookups> members;            // all members have the same number of lists
+  c10::SmallVector<c10::ScalarType, 2> types;  // by list: dtype of its values, int32 or int64
+  bool from_end = false;                       // whether negative indices count from the end
 };
 
 }  // namespace autobatch

@@ -51,7 +51,8 @@ void for_each_segment(const Counts& counts, int64_t inner, const Visit& visit) {
   });
 }
 
-// For other devices: calls visit(rows of the segment, s) for one segment after the other.
+// For devices other than the CPU: calls visit(rows of the segment, s) for one segment after the
+// other.
 template <class Visit>
 void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visit) {
   int64_t start = 0;
@@ -61,7 +62,7 @@ void on_each_segment(const Tensor& rows, const Counts& counts, const Visit& visi
   }
 }
 
-// Computes `sum`, the sum of n rows, starting at row `first`. row(r) points to row r. `scratch` has
+// Computes `sum`, the sum of n rows, from row `first` on. row(r) points to row r. `scratch` has
 // room for num_halvings(n) rows.
 template <class Row, class A>
 void sum_pairwise(const Row& row, int64_t first, int64_t n, int64_t inner, A* sum, A* scratch) {
@@ -104,7 +105,7 @@ int64_t num_halvings(int64_t n) {
   return halvings;
 }
 
-// Computes out[0, inner), the sum of n rows, starting at row `first`.
+// Computes the sum of n rows, from row `first` on, and writes it to out[0, inner).
 template <class A, class Row, class T>
 void sum_rows(const Row& row, int64_t first, int64_t n, int64_t inner, T* out) {
   if (inner <= 0) return;
@@ -259,7 +260,7 @@ namespace {
 template <bool kLargest, class T>
 int64_t find_extreme(const T* x, int64_t count) {
   constexpr int64_t kLanes = 16;
-  if (count < kLanes) {  // for a few elements, filling and merging lanes takes longer
+  if (count < kLanes) {  // one chain is faster for few elements
     int64_t best = 0;
     for (int64_t i = 1; i < count; ++i) {
       const bool is_better = kLargest ? !(x[i] <= x[best]) : !(x[i] >= x[best]);
@@ -353,7 +354,7 @@ void segment_cumsum(const Tensor& rows, const Counts& counts, bool reverse, Tens
   }
   const Tensor from = rows.contiguous();
   DISPATCH_FLOATING(rows.scalar_type(), "autobatch_segment_cumsum", [&] {
-    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // as in ATen's kernel
+    using acc_t = at::acc_type<scalar_t, /*is_cuda=*/false>;  // the type that ATen's kernel uses
     const scalar_t* row = from.const_data_ptr<scalar_t>();
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     for_each_segment(counts, inner, [&](int64_t s, int64_t start) {
@@ -399,7 +400,7 @@ int64_t count_zeros(const T* from, int64_t n) {
   return std::count_if(from, from + n, [](T x) { return x == T(0); });
 }
 
-// For one column of a segment (`n` elements, `step` apart), divides the product of the column by
+// For one column of a segment (`n` elements, `step` apart), divides the product of all elements by
 // each element.
 template <class T>
 void divided(const T* x, T* to, int64_t n, int64_t step) {

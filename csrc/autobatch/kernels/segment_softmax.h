@@ -14,15 +14,15 @@ namespace autobatch {
 // with AVX2 or AVX-512, in float and double.
 bool has_softmax_kernel(const at::Tensor& like);
 
-// out = softmax of x, or its logarithm. x and out are contiguous and 1-D, with the elements of all
-// segments.
+// Writes the softmax of each segment of x, or the logarithm of the softmax, to `out`. x and `out`
+// are contiguous 1-D tensors with the elements of all segments.
 void segment_softmax(const at::Tensor& x, const Counts& counts, bool log, at::Tensor& out);
 // Returns the gradient of x, given y (the result of segment_softmax) and g (the gradient of y).
 at::Tensor segment_softmax_gradient(const at::Tensor& g, const at::Tensor& y, const Counts& counts,
                                     bool log);
 
-// Some consecutive segments. In backward, `gradient` is the gradient of the result, and `x` is the
-// result itself.
+// Some consecutive segments of a call. In backward, `gradient` is the gradient of the result, and
+// `x` is the result itself.
 struct SoftmaxSegments {
   const void* gradient = nullptr;
   const void* x = nullptr;

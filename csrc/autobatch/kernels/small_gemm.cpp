@@ -29,34 +29,36 @@ using at::Tensor;
 // Maximum number of rows in a call of oneDNN's kernel. oneDNN compiles a kernel for each number of
 // rows. Calls with more rows are not faster.
 constexpr int64_t kRows = 16;
-// The same maximum for calls in which rows of a weight replace the rows of x. These calls have only
-// a few different numbers of rows.
+// Maximum number of rows in a call of oneDNN's kernel in which rows of a weight replace the rows of
+// x. Only a few different numbers of rows occur in these calls.
 constexpr int64_t kTurnedRows = 64;
-// The kernel sums one term after the other. If there are more than kDepth terms, the kernel sums
-// them in parts, as a BLAS does.
+// The kernel adds the terms of a sum one after the other. A sum of more than kDepth terms is
+// computed in parts, as in a BLAS.
 constexpr int64_t kDepth = 1024;
-// Bytes of the matrix that stay in the cache while all rows of x are multiplied.
+// Size of the part of the matrix that stays in the cache while all rows of x are multiplied, in
+// bytes.
 constexpr int64_t kPanelBytes = int64_t{1} << 18;
-constexpr size_t kMostShapes = 512;  // a shape has at most 64 kernels of 19 KB, usually only a few
+// Maximum number of shapes for which oneDNN compiles kernels. A shape has up to 64 kernels of 19
+// KB, but usually only a few.
+constexpr size_t kMostShapes = 512;
 // kGrain: number of multiply-adds that justify a thread. kPart: number of columns (or rows) in a
 // thread's part.
 constexpr int64_t kGrain = int64_t{1} << 20;
 constexpr int64_t kPart = 48;
-// With this many rows, a copy of the matrix saves as much time as it costs.
+// With this many rows of x, a row-major copy of the matrix saves as much time as it costs.
 constexpr int64_t kRowsForCopy = 128;
 constexpr size_t kMostCopied = size_t{1} << 22;  // bytes
-// Number of rows that are multiplied in one step, in the product of the two factors of a weight's
-// gradient.
+// Number of rows of the two factors of a weight's gradient that are multiplied in one step.
 constexpr int64_t kFactorRows = 64;
 
 // The largest sizes for which a kernel is faster than a BLAS, as measured (docs/benchmarks.md,
 // "Rows times a weight").
 struct Limits {
-  int64_t rows;         // of x
-  int64_t turned_rows;  // of x, if the matrix is column-major and is used once
-  int64_t factor_rows;  // of both factors of a weight's gradient
-  int64_t each_rows;    // of x, if one call computes many products
-  int64_t lanes;        // floats of a vector
+  int64_t rows;         // rows of x
+  int64_t turned_rows;  // rows of x, if the matrix is column-major and is used once
+  int64_t factor_rows;  // rows of both factors of a weight's gradient
+  int64_t each_rows;    // rows of x, if one call computes many products
+  int64_t lanes;        // number of floats in a SIMD vector
 };
 constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
 constexpr Limits kLibrary{kAny, 64, 256, kAny, 16};
@@ -99,15 +101,16 @@ bool is_for_kernel(const Tensor& t) {
 
 bool suits(const Tensor& out, const Tensor& x, const Tensor& matrix) {
   const int64_t n = x.size(0), k = x.size(1), m = matrix.size(1);
-  // With few columns, a part of each vector would be unused.
+  // For a small number of columns, the kernel would use only a part of each vector.
   return n > 0 && k >= 8 && m >= 16 && is_for_kernel(x) && is_for_kernel(matrix) &&
          is_for_kernel(out) && has_kernel() && n <= limits().rows &&
          is_admitted({k, m, x.stride(0), matrix.stride(0), out.stride(0)});
 }
 
-// Returns how many terms are summed at a time. For a wide matrix this number is small, so that the
-// part of the matrix that all rows need stays in the nearest cache. `rows` and `columns` are the
-// sizes of the whole product, so that the result has the same bits for any number of threads.
+// Returns MultiplyBlock::depth_step, the number of terms that are summed before their sum is added
+// to the result. For a wide matrix this number is small, so that the part of the matrix that all
+// rows need stays in the nearest cache. `rows` and `columns` are the sizes of the whole product, so
+// that the result has the same bits for any number of threads.
 int64_t depth_step(int64_t rows, int64_t columns) {
   if (!is_own()) return kDepth;
   return rows <= kOwn.rows && columns > 2 * kPart ? 32 : 256;
@@ -129,7 +132,7 @@ MultiplyBlock block_of(const float* x, int64_t x_step, const float* matrix, int6
           depth_step(rows, columns)};
 }
 
-// `rows`: rows in one call of oneDNN's kernel.
+// Runs the product on this thread. `rows`: maximum number of rows in one call of oneDNN's kernel.
 void run(const MultiplyBlock& block, int64_t rows = kRows) {
   if (is_own()) return cpu_kernels()->multiply(block);
   const auto [x, matrix, out, n, depth, m, ldx, ldm, ldo, adds, step] = block;
@@ -194,7 +197,8 @@ Tensor turned(const Tensor& rows) {
   return out;
 }
 
-// out (+)= left^T right, [M, K] = [n, M]^T [n, K].
+// Computes out = left^T right, or out += left^T right if `adds` is true. The sizes are [M, K] = [n,
+// M]^T [n, K].
 void run_transposed(Tensor& out, const Tensor& left, const Tensor& right, bool adds) {
   for (int64_t i = 0; i < left.size(0); i += kFactorRows, adds = true) {
     const int64_t n = std::min(kFactorRows, left.size(0) - i);
@@ -239,7 +243,7 @@ void run_turned(Tensor& out, const Tensor& x, const Tensor& matrix, const Tensor
   cpu_kernels()->turn(to, width, m, n, out.mutable_data_ptr<float>(), out.stride(0));
 }
 
-// Returns a row-major copy of the matrix if there is one, and the matrix itself otherwise.
+// Returns a row-major copy of the matrix if `copies` has one, and otherwise the matrix itself.
 Tensor found_by_row(const Tensor& matrix, int64_t rows, WeightCopies* copies) {
   if (copies == nullptr || is_by_row(matrix) || !has_host_memory(matrix.device()) ||
       matrix.scalar_type() != at::kFloat || !has_kernel() || rows > limits().rows) {
@@ -356,8 +360,8 @@ bool suits_small_products(int64_t m, int64_t k, int64_t n) {
 
 namespace {
 
-// Runs small products by a kernel or by ATen. Stores the choice for the last shape, because few
-// different shapes occur.
+// Runs small products by a kernel or by ATen. The object stores the choice for the previous shape,
+// because consecutive products often have the same shape.
 class SmallProductRun {
  public:
   void run(MultiplyBlock block) {
@@ -424,7 +428,8 @@ void run_small_products(c10::ArrayRef<MultiplyBlock> products, bool disjoint) {
 
 namespace {
 
-// `step`: floats from one row of the result to the next.
+// Whether a kernel is suitable for left^T right. `step`: floats from one row of the result to the
+// next.
 bool suits_transposed(const Tensor& left, const Tensor& right, int64_t step) {
   const int64_t n = left.size(0), m = left.size(1), k = right.size(1);
   return n >= 4 && m >= 16 && k >= 64 && is_for_kernel(left) && is_for_kernel(right) &&

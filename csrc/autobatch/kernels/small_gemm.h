@@ -21,7 +21,7 @@ void multiply_into(at::Tensor& out, const at::Tensor& x, const at::Tensor& matri
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, WeightCopies* copies,
                     const at::Tensor& bias = {});
 
-// out += x matrix
+// Computes out += x matrix.
 void add_multiplied(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
                     WeightCopies* copies = nullptr);
 

@@ -5,8 +5,8 @@
 // rows of x and some columns of the matrix (Goto and van de Geijn 2008, section 4). The matrix is
 // not packed, because for tens of rows packing takes as long as the product. A weight is usually
 // not in a cache when a batch reads it, and the hardware does not predict the addresses of a matrix
-// that is read in strips. So the kernel prefetches the operands of the next tiles while it computes
-// a tile.
+// that is read in strips. Therefore the kernel prefetches the operands of the next tiles while it
+// computes a tile.
 #pragma once
 
 #include "autobatch/kernels/cpu_dispatch.h"
@@ -21,8 +21,8 @@ namespace autobatch {
 namespace {
 
 constexpr int kTileRows = 6;
-constexpr int64_t kVector = 8;  // floats
-constexpr int64_t kLine = 16;   // floats of a cache line
+constexpr int64_t kVector = 8;  // number of floats in a SIMD vector
+constexpr int64_t kLine = 16;   // number of floats in a cache line
 // Returns the width of a tile with `rows` rows, in vectors. One of the 16 registers is for x, and
 // some registers are for the matrix.
 constexpr int tile_vectors(int64_t rows) {
@@ -54,7 +54,7 @@ struct Prefetch {
 };
 
 // Computes a tile of kRows rows and kVectors vectors of columns. If kWhole is false, only the first
-// `lanes` elements of the last vector exist. `last`: whether the tile has the last rows of x and of
+// `lanes` columns of the last vector exist. `last`: whether the tile has the last rows of x and of
 // the result.
 template <int kRows, int kVectors, bool kWhole>
 void multiply_tile(const MultiplyBlock& block, int64_t lanes, bool last) {
@@ -107,7 +107,7 @@ void multiply_columns(const MultiplyBlock& block, int64_t columns, bool last) {
   multiply_tile<kRows, kVectors, false>(block, lanes, last);
 }
 
-// Computes all columns of kRows rows.
+// Computes all columns of the first kRows rows of the result.
 template <int kRows>
 void multiply_strip(MultiplyBlock block, bool last, Prefetch& ahead) {
   constexpr int kMost = tile_vectors(kRows);
@@ -124,7 +124,7 @@ void multiply_strip(MultiplyBlock block, bool last, Prefetch& ahead) {
 
 // Adds the terms of a part of the depth (K) to the result. All strips of rows read the same part of
 // the matrix, which stays in the nearest cache. `most`: maximum number of rows of a strip. `ahead`:
-// the next part of the matrix.
+// the next part of the matrix, which is prefetched.
 void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
   const int64_t strips = (block.rows + most - 1) / most;
   const int64_t lines = ahead.rows * ((ahead.columns + kLine - 1) / kLine);
@@ -132,7 +132,7 @@ void multiply_part(MultiplyBlock block, int64_t most, Prefetch ahead) {
   const int64_t tiles = strips * ((block.columns + width - 1) / width);
   ahead.share = (lines + tiles - 1) / tiles;
   for (int64_t left = block.rows; left > 0;) {
-    const int64_t rows = (left + most - 1) / most;  // remaining strips
+    const int64_t rows = (left + most - 1) / most;  // number of strips that remain
     const int64_t n = (left + rows - 1) / rows;
     [&]<int... r>(std::integer_sequence<int, r...>) {
       ((n == r + 1 ? multiply_strip<r + 1>(block, left == n, ahead) : void()), ...);

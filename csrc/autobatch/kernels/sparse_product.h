@@ -5,14 +5,14 @@
 
 namespace autobatch {
 
-// out += matrix x, for dense rows of `width` numbers. Entry e of the matrix has the value values[e]
-// at row to[e] and column from[e]. An index pair may occur several times. The caller checks the
-// indices.
+// Computes out += matrix x, where x and `out` have dense rows of `width` numbers. Entry e of the
+// matrix has the value values[e] at row to[e] and column from[e]. An index pair may occur several
+// times. The caller checks the indices.
 template <class T>
 struct SparseProduct {
   const int64_t *to, *from;
   const T* values;
-  int64_t count;  // of entries
+  int64_t count;  // number of entries of the matrix
   const T* x;
   T* out;
   int64_t width;

@@ -11,7 +11,7 @@
 namespace autobatch {
 namespace {
 
-// A matrix: to[i * to_step + j] = from[i * row_step + j * column_step].
+// Describes the copy of a matrix: to[i * to_step + j] = from[i * row_step + j * column_step].
 struct Plane {
   int64_t rows = 1, columns = 1;
   int64_t row_step = 0, column_step = 0, to_step = 0;

@@ -22,11 +22,11 @@ uint32_t depth_of(const at::Tensor& tensor) {
 }  // namespace
 
 void note_depth(FlushRecord& record, const FlushGraph& graph, Report& report) {
-  if (report.num_flushes == 0) known_depths.clear();  // entries of an earlier block
+  if (report.num_flushes == 0) known_depths.clear();  // drops the entries of an earlier block
   const Tape& tape = record.tape;
   std::vector<uint32_t>& depths = record.depths;
   depths.resize(tape.nodes.size(), 0);
-  for (uint32_t number = 0; number < graph.size(); ++number) {  // in the order of capture
+  for (uint32_t number = 0; number < graph.size(); ++number) {  // in capture order
     const NodeId id = graph.id(number);
     uint32_t depth = 0;
     for (const ValueId operand : tape.operands_of(tape.nodes[id])) {

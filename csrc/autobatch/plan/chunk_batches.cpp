@@ -13,7 +13,7 @@ namespace {
 
 // Minimum size of a part and maximum number of parts of a batch. A GEMM does not become slower when
 // it is divided within these limits.
-constexpr int64_t kLeastPart = int64_t{1} << 18;  // bytes
+constexpr int64_t kLeastPart = int64_t{1} << 18;  // in bytes
 constexpr int64_t kMostParts = 16;
 // Minimum size of a divided batch in bytes. Dividing a smaller batch adds calls but saves little
 // memory.
@@ -75,8 +75,9 @@ class Divider {
     return first_uses_[graph_.members(batch)[i]].batch;
   }
 
-  // Returns false if the batch is not divided. This is the case if no batch reads one of the
-  // results. The user holds such a result, so the result is soon copied out of its slab.
+  // Divides batch `b` into parts. Returns false if the batch is not divided. A batch is not divided
+  // if there would be only one part, or if the batch has a result that no batch reads. The user
+  // holds such a result, so the result is soon copied out of its slab.
   bool divide(uint32_t b) {
     const BatchRecord& batch = batches_[b];
     const int64_t of_first = bytes(batch, 0);
@@ -133,10 +134,10 @@ class Divider {
   FlushGraph& graph_;
   std::span<BatchRecord> batches_;
   size_t first_batch_;
-  std::span<const FirstUse> first_uses_;          // by node
-  std::vector<uint32_t> large_;                   // batches to divide
+  std::span<const FirstUse> first_uses_;          // indexed by node number
+  std::vector<uint32_t> large_;                   // indices of the batches that may be divided
   std::vector<std::vector<BatchRecord>> before_;  // for each batch: parts that run before it
-  std::vector<uint8_t> is_divided_;               // by batch
+  std::vector<uint8_t> is_divided_;               // for each batch: whether it is divided
 };
 
 }  // namespace

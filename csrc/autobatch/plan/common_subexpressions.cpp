@@ -20,8 +20,8 @@ constexpr uint32_t kLeastCompared = 8;
 // has an equal node.
 constexpr uint32_t kTrial = 256;
 constexpr uint32_t kLeastShare = 8;
-// The products of a signature are grouped by at most kMostMatrices matrices, each with at least
-// kLeastReaders products.
+// Products that share a matrix get a separate signature. A signature is divided in this way for at
+// most kMostMatrices matrices, each of which is read by at least kLeastReaders products.
 constexpr uint32_t kMostMatrices = 8;
 constexpr uint32_t kLeastReaders = 4;
 
@@ -117,8 +117,8 @@ class Eliminator {
     });
   }
 
-  // Returns the base of an operand. For the result of a factory, returns the result of the first
-  // equal factory.
+  // Returns the base of an operand. If the base is the result of a factory op, returns the result
+  // of the first equal factory op.
   ValueId base_of(const Value& operand) {
     const Value& base = tape_.values[operand.base];
     if (base.is_graph_input()) return needs_grad_ ? operand.base : same_memory(operand.base);
@@ -168,7 +168,7 @@ class Eliminator {
     if (graph_.signature(a) != graph_.signature(b)) return false;
     const Node &x = tape_.nodes[graph_.id(a)], &y = tape_.nodes[graph_.id(b)];
     if (x.num_operands != y.num_operands || x.num_values != y.num_values) return false;
-    for (uint32_t k = 0; k < x.num_values; ++k) {  // a signature may lack some sizes
+    for (uint32_t k = 0; k < x.num_values; ++k) {  // sizes may differ within a signature
       const Value &p = tape_.values[x.first_value + k], &q = tape_.values[y.first_value + k];
       if (p.geometry != q.geometry || p.requires_grad != q.requires_grad) return false;
     }
@@ -177,8 +177,8 @@ class Eliminator {
                       [&](ValueId p, ValueId q) { return are_equal_operands(p, q); });
   }
 
-  // Returns the first node that equals `number`. If there is none, adds `number` to the table and
-  // returns `number`.
+  // Returns the first node that equals `number`. If there is no such node, adds `number` to the
+  // table and returns `number`.
   uint32_t find_or_add(uint32_t number) {
     uint32_t& head = heads_.emplace(hash(number), kNone).first->second;
     for (uint32_t other = head; other != kNone; other = next_[other]) {
@@ -222,8 +222,8 @@ class Eliminator {
     tape_.uses[last].next = std::exchange(to, std::exchange(from, kNone));
   }
 
-  // Gives the products with shared matrices separate signatures, if each matrix has many readers.
-  // The matrices of a signature are numbered, so that the number of signatures is bounded.
+  // If a shared matrix has many readers, gives the products that read it a separate signature. The
+  // matrices of a signature are numbered, so that the number of signatures is bounded.
   void mark_readers() {
     struct Matrix {
       uint32_t readers = 0, number = 0;
@@ -251,7 +251,8 @@ class Eliminator {
     }
   }
 
-  // Returns a hash of the shared values by which the node multiplies, or 0 if there are none.
+  // Returns a hash of the shared values by which the node multiplies, or 0 if there are no such
+  // values.
   uint64_t hash_matrices(const Node& node) const {
     uint64_t hash = 0;
     for (uint32_t slot = 0; slot < node.num_operands; ++slot) {
@@ -280,7 +281,7 @@ class Eliminator {
   Tape& tape_;
   const FlushGraph& graph_;
   SignatureTable& signatures_;
-  std::vector<Kind> kinds_;           // by signature
+  std::vector<Kind> kinds_;           // indexed by signature
   std::vector<uint8_t> is_constant_;  // for each node: whether it was compared
   // For each node that is a factory op: the first equal factory op, or kNone.
   std::vector<uint32_t> equal_factory_;
@@ -288,8 +289,8 @@ class Eliminator {
   // hash. `next_`: for each node, the previous node with the same hash.
   ska::flat_hash_map<size_t, uint32_t> heads_;
   std::vector<uint32_t> next_;
-  bool needs_grad_ = false;                        // of the node that is compared
-  ska::flat_hash_map<size_t, ValueId> by_memory_;  // for each hash: the first graph input
+  bool needs_grad_ = false;                        // whether the compared node needs gradients
+  ska::flat_hash_map<size_t, ValueId> by_memory_;  // the first graph input with each hash
   size_t num_removed_ = 0;
 };
 

@@ -13,10 +13,10 @@ namespace autobatch {
 // Runs before scheduling. Two nodes are equal if they have the same signature and equal operands.
 // Equal operands are the same regions of graph inputs or of results of equal nodes. The results of
 // a removed node become views of the results of the remaining node. A node is not removed if the
-// user holds a result, if a later flush reads a result, or if the op is random. Products and
-// convolutions with a result of a remaining node (Rule::gains_if_shared) get a separate signature,
-// so that all members of a batch read one matrix (BatchView::shared). Does not update `graph`.
-// Returns the number of removed nodes.
+// user holds one of its results, if a later flush reads one of its results, or if the op is random.
+// Products and convolutions with a result of a remaining node (Rule::gains_if_shared) get a
+// separate signature, so that all members of a batch read one matrix (BatchView::shared). Does not
+// update `graph`. Returns the number of removed nodes.
 size_t eliminate_common_subexpressions(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 
 }  // namespace autobatch

@@ -1,7 +1,7 @@
 // Deferred assertions are checks of the user's code on a pending value (`if not valid.all(): raise
 // ...`). The user's code continues as if the check had passed. The flush that computes the value
-// evaluates the check. The exception of a failed check is created by the user's code, through the
-// host (host_hooks.h).
+// evaluates the check. If a check fails, the user's code creates the exception. The host
+// (host_hooks.h) runs this code.
 #pragma once
 
 #include "autobatch/export.h"
@@ -20,7 +20,8 @@ namespace autobatch {
 
 class PendingTensor;
 
-// One deferred check, implemented by the host. A check must be destroyed under the host's lock.
+// One deferred check, implemented by the host. A check must be destroyed while the host's lock is
+// held.
 class Check {
  public:
   virtual ~Check() = default;
@@ -36,7 +37,7 @@ class DeferredChecks {
 
   enum class Which : uint8_t { kNone, kOfPyTorch, kAll };
   // Sets which checks are deferred: no checks, only checks in PyTorch's own code, or all checks.
-  // `host` is an object of the host that is kept until clear().
+  // `host` is an object that belongs to the host. DeferredChecks keeps this object until clear().
   void begin(Which which, std::shared_ptr<void> host) {
     which_ = which;
     host_ = std::move(host);
@@ -48,23 +49,24 @@ class DeferredChecks {
     all_.push_back({asked, expected, owner, std::move(check), nullptr});
     ++waiting_;
   }
-  // Whether some check waits for its value. Returns false after each flush on the scope's thread.
+  // Whether at least one check waits for its value. Returns false after each flush on the scope's
+  // thread.
   bool any_waiting() const { return waiting_ > 0; }
   bool is_empty() const { return all_.empty(); }
   AUTOBATCH_INTERNAL bool any_waiting(Owner owner) const;
   std::vector<PendingTensor*> asked() const;
 
-  // Evaluates the checks whose values have been computed. Checks that pass are removed, with the
-  // objects that they keep. Returns true if any check was removed. `find` returns the memory of a
-  // value whose tensor is still pending. `cause_of` returns the exception that caused the loss of a
-  // tensor.
+  // Evaluates the checks whose values have been computed. Removes the checks that pass, together
+  // with the objects that these checks keep. Returns true if any check was removed. `find` returns
+  // the memory of a value whose tensor is still pending. `cause_of` returns the exception that
+  // caused the loss of a tensor.
   using Find = std::function<std::optional<Region>(const PendingTensor&)>;
   using CauseOf = std::function<std::exception_ptr(const PendingTensor&)>;
   bool settle(const Find& find, const CauseOf& cause_of);
 
-  // Returns the exception of the owner's first failed check, or null if none failed. A failed check
-  // is kept until drop() or clear(), because the user's code may catch the exception in a place
-  // where eager mode would not have raised it.
+  // Returns the exception of the owner's first failed check, or null if no check has failed. A
+  // failed check is kept until drop() or clear(), because the user's code may catch the exception
+  // in a place where eager mode would not have raised it.
   std::exception_ptr failure_of(Owner owner);
   bool has_failed(Owner owner) const;
   AUTOBATCH_INTERNAL void drop(Owner owner);
@@ -83,7 +85,7 @@ class DeferredChecks {
   };
   static void settle(Item& item, const Find& find, const CauseOf& cause_of);
 
-  std::vector<Item> all_;  // in program order
+  std::vector<Item> all_;  // the checks, in program order
   size_t waiting_ = 0;
   Which which_ = Which::kNone;
   std::shared_ptr<void> host_;

@@ -154,8 +154,9 @@ void FlushGraph::describe_kinds() {
 
 // Moves nodes to the front of node_memory_. Writes signatures and inputs to new arrays.
 void FlushGraph::merge(std::span<const Merge> merges) {
-  // For each node: the index of the node's merge. After the loop below has handled a node, the
-  // entry contains the node's new number.
+  // For each node: the index of its merge in `merges` if the node is merged, and kNone otherwise.
+  // After the loop below has handled a node that is not merged, the entry contains the node's new
+  // number.
   const auto merge_of = pooled_array<uint32_t>(size_);
   std::fill_n(merge_of.get(), size_, kNone);
   for (uint32_t m = 0; m < merges.size(); ++m) merge_of[merges[m].merged] = m;
@@ -222,7 +223,7 @@ void FlushGraph::merge_earlier(std::span<const Merge> merges, const uint32_t* me
   std::ranges::stable_sort(earlier_, {}, &EarlierRead::reader);
 }
 
-void FlushGraph::forget_kinds() {  // signatures outlive the flush, even if it fails
+void FlushGraph::forget_kinds() {  // signatures outlive the flush, even if the flush fails
   for (const Kind& kind : kinds_) kind.signature->local = kNone;
 }
 

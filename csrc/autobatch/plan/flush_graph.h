@@ -27,7 +27,7 @@ class FlushGraph {
     uint32_t slot() const { return word_ & kLastSlot; }  // operand slot of the reader
 
    private:
-    static constexpr uint32_t kLastSlot = 255;  // stands for all slots from 255 on
+    static constexpr uint32_t kLastSlot = 255;  // represents slot 255 and all later slots
     uint32_t word_;
   };
   // An operand that was computed by an earlier flush of the same record.
@@ -36,13 +36,13 @@ class FlushGraph {
     ValueId base = kNone;
     uint32_t slot = 0;
   };
-  // Properties shared by all nodes of one signature.
+  // The properties that all nodes of one signature have in common.
   struct Kind {
     Signature* signature = nullptr;
     uint32_t num_results = 0;
     uint32_t first_extent = 0;  // index in extents_ of the first extent of one node
-    bool is_uniform = true;     // result k has the same extent in all nodes, for each k
-    bool needs_grad = false;    // some result of some node requires grad
+    bool is_uniform = true;     // whether, for each k, result k has the same extent in all nodes
+    bool needs_grad = false;    // whether a result of any node requires grad
   };
 
   FlushGraph() = default;
@@ -55,8 +55,9 @@ class FlushGraph {
   // operands of nodes have changed. Sets Signature::local while the graph exists.
   void build(Tape& tape, at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* results);
 
-  // The operand of `reader` that is the result of `merged` is replaced by the operands of `merged`.
-  // No other operand may read the result of `merged`.
+  // Merges the node `merged` into the node `reader`, which reads the result of `merged`. The
+  // operands of `merged` replace this result among the operands of `reader`. No other operand may
+  // read the result.
   struct Merge {
     uint32_t reader, merged;
     Signature* signature;  // new signature of the reader
@@ -84,18 +85,20 @@ class FlushGraph {
     return extents_[nodes_[number].first_extent + k];
   }
 
-  // Whether result k has the same extent in all of these members of a batch, for each k.
+  // Whether, for each k, result k has the same extent in all of `members`, which are the members of
+  // one batch.
   bool is_even(std::span<const uint32_t> members) const {
     return kind(members.front()).is_uniform &&
            signature(members.front()) == signature(members.back());
   }
 
-  // Returns the scheduler's view of the graph, valid until build() or merge().
+  // Returns the graph in the form that the scheduler reads. The returned view is valid until
+  // build() or merge() is called.
   ScheduleInput view() const;
-  // Moves the memory of view() out of the graph.
+  // Returns the data of view(), and moves the ownership of its memory from the graph to the caller.
   BoundInput take_bound_input();
 
-  // --- the schedule, after set_order() ---
+  // --- the schedule; valid after set_order() ---
 
   // Sets the schedule's order, as node numbers. The first node of `order` has position `start` in
   // FlushRecord::order.
@@ -137,22 +140,22 @@ class FlushGraph {
   Tape* tape_ = nullptr;
   // The arrays are filled from the last node to the first: when a node is reached, it is already
   // known whether the node is needed. The arrays have room for all nodes given to build(). Needed
-  // nodes fill the end of the arrays; gap_ entries before them stay unused.
-  PooledArray<uint32_t> policy_memory_;  // signature_, input_begin_, inputs_
+  // nodes fill the end of the arrays; the gap_ entries before the needed nodes stay unused.
+  PooledArray<uint32_t> policy_memory_;  // the memory of signature_, input_begin_ and inputs_
   PooledArray<OfNode> node_memory_;
   PooledArray<Read> read_memory_;
-  PooledArray<int64_t> extents_;  // by result, in elements
+  PooledArray<int64_t> extents_;  // the extent of each result, in elements
   uint32_t gap_ = 0, size_ = 0;
   uint32_t first_extent_ = 0;
-  // By node number.
-  uint32_t* signature_ = nullptr;    // into kinds_
-  uint32_t* input_begin_ = nullptr;  // [nodes + 1] into inputs_ and reads_
+  // The next three arrays are indexed by node number.
+  uint32_t* signature_ = nullptr;    // indices in kinds_
+  uint32_t* input_begin_ = nullptr;  // [nodes + 1], indices in inputs_ and reads_
   OfNode* nodes_ = nullptr;
-  uint32_t* inputs_ = nullptr;  // numbers of producers
+  uint32_t* inputs_ = nullptr;  // node numbers of the producers
   Read* reads_ = nullptr;
   std::vector<EarlierRead> earlier_;  // sorted by reader
   std::vector<Kind> kinds_;
-  std::vector<uint8_t> batchable_, heavy_;  // by kind
+  std::vector<uint8_t> batchable_, heavy_;  // indexed by kind
   uint64_t family_ = 0;
   std::vector<uint32_t> order_;
   uint32_t start_ = 0;

@@ -84,8 +84,8 @@ class CatMatmulFuser {
   }
 
   // Whether the small-GEMM kernel supports the product of a part of W with a piece, and the
-  // products that compute their gradients. Caches the last answer, because most calls have the same
-  // geometries.
+  // products that compute the gradients of W and of the piece. Caches the last result, because most
+  // calls have the same geometries as the previous call.
   bool suits(const Value& w, const Value& piece) {
     const std::pair geometries(w.geometry, piece.geometry);
     if (geometries == asked_) return suits_;
@@ -102,8 +102,8 @@ class CatMatmulFuser {
            g.strides[0] >= g.sizes[1];
   }
 
-  // Whether only the product reads the result of the `cat`, as a whole and in the same dispatch
-  // context.
+  // Whether only the product reads the result of the `cat`. The product must read the whole result,
+  // and must have the same dispatch context as the `cat`.
   bool is_alone(NodeId product) {
     if (!readers_.has_value()) readers_.emplace(tape_, graph_);
     const Signature& cat = *tape_.nodes[operand_value(product, 1).node].signature;
@@ -139,7 +139,7 @@ class CatMatmulFuser {
                   reinterpret_cast<uint64_t>(w.geometry),
                   static_cast<uint64_t>(w.offset),
                   static_cast<uint64_t>(columns(operand_value(product, 1)))};
-    if (key != key_) {  // most calls have the same key
+    if (key != key_) {  // most calls have the key of the previous call
       signature_ = joined_signature(signatures_, key, plain, cat_product_rule(), 1,
                                     "of the pieces of a cat");
       key_ = key;
@@ -150,12 +150,12 @@ class CatMatmulFuser {
   Tape& tape_;
   FlushGraph& graph_;
   SignatureTable& signatures_;
-  std::vector<uint8_t> is_product_;  // by kind
+  std::vector<uint8_t> is_product_;  // for each kind: whether it is a product
   std::optional<ReaderCounts> readers_;
   std::pair<const Geometry*, const Geometry*> asked_;
   bool suits_ = false;
   Key key_;
-  Signature* signature_ = nullptr;  // of key_
+  Signature* signature_ = nullptr;  // the signature with the key key_
   std::vector<FlushGraph::Merge> merges_;
 };
 

@@ -1,5 +1,5 @@
-// Fuses matmul(weight, cat(pieces)) along the rows: W [A; B] = W1 A + W2 B. The matrix [A; B] and
-// its gradient are then not stored in memory.
+// Fuses matmul(weight, cat(pieces)), where `cat` joins the pieces along the rows: W [A; B] = W1 A +
+// W2 B. The matrix [A; B] and its gradient are then not stored in memory.
 #pragma once
 
 #include "autobatch/graph/signature.h"
@@ -15,7 +15,7 @@ class FlushGraph;
 // and the `cat` node is removed. Updates `graph`. Returns the number of fused products.
 size_t fuse_cat_matmul(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
 
-// The rule of the fused product. Operand 0 is the weight; the others are the pieces.
+// The rule of the fused product. Operand 0 is the weight, and the other operands are the pieces.
 const Rule& cat_product_rule();
 
 }  // namespace autobatch

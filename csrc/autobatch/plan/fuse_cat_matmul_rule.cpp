@@ -14,11 +14,11 @@ namespace {
 
 using at::Tensor;
 
-// Number of members whose weight gradients are summed at a time, so that the transposed gradients
-// stay in cache.
+// Number of members whose terms of the weight's gradient are summed in one step. The transposed
+// gradients of these members stay in cache.
 constexpr int64_t kMembers = 64;
 
-// A matrix with rows `step` elements apart.
+// A matrix whose rows are `step` elements apart in memory.
 struct Rows {
   const float* data;
   int64_t step;
@@ -34,14 +34,14 @@ class CatProductRule final : public Rule {
   bool heavy() const override { return true; }
   bool reads_result(uint32_t) const override { return false; }
   bool copies_regions() const override { return true; }
-  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
+  bool capture(NodeBuilder&) const override { return false; }  // only the pass adds such nodes
 
   void forward(Batch& batch) const override {
     const Region w = batch.operand_region(0, 0);
     std::vector<MultiplyBlock> products;
     for (int64_t member = 0; member < batch.size(); ++member) {
       const Region out = batch.result_region(member, 0);
-      Rows part = rows_of(w);  // columns of W for the piece
+      Rows part = rows_of(w);  // the columns of W for the next piece
       bool adds = false;
       for (const ValueId id : pieces(batch, member)) {
         const Region piece = batch.region(member, id);
@@ -99,8 +99,8 @@ class CatProductRule final : public Rule {
     run_small_products(products, /*disjoint=*/false);
   }
 
-  // Sums the transpose of W's gradient, [A G^T; B G^T]. For this sum only G has to be transposed,
-  // once for all pieces.
+  // Adds up the transpose of W's gradient, [A G^T; B G^T], over all members. Only G has to be
+  // transposed, and only once for all pieces of a member.
   static void add_to_weight(BackwardBatch& batch) {
     const Geometry& w = *batch.operand_value(0, 0).geometry;
     const int64_t m = w.sizes[0], k = w.sizes[1];

@@ -30,7 +30,7 @@ class SharedInputFuser {
 
  private:
   // Siblings have the same x and rule. Either all siblings or no siblings have a bias. Either all
-  // or none of their results require grad.
+  // results or no results of siblings require grad.
   using Kind = std::tuple<ValueId, const Rule*, bool, bool>;
 
   void find_groups() {
@@ -161,7 +161,8 @@ class SharedInputFuser {
     sibling.results = reaching_[product.first_value];
     sibling.by_row = *weight_is_by_row(*product.signature->rule);
     ValueId weight = operands[1];
-    // WeightGradTerm collects products with a weight itself, but not with a view of the weight.
+    // Backward collects the products with a weight itself (WeightGradTerm), but does not collect
+    // the products with a view of the weight.
     if (is_transposed(tape_, weight)) {
       weight = tape_.values[weight].base;
       sibling.by_row = !sibling.by_row;
@@ -202,8 +203,9 @@ class SharedInputFuser {
   Tape& tape_;
   GeometryTable& geometries_;
   std::vector<std::vector<NodeId>> groups_;
-  std::vector<uint32_t> group_of_;  // by node
-  std::vector<uint8_t> reaching_;   // by value
+  std::vector<uint32_t> group_of_;  // for each node: index of its group, or kNone
+  // For each value: bit set of the cell's results whose gradients flow to the value.
+  std::vector<uint8_t> reaching_;
 };
 
 }  // namespace

@@ -15,10 +15,10 @@ namespace {
 
 using at::Tensor;
 
-// Maximum size in bytes of the concatenated weights. A larger copy would not fit into the cache and
-// would take longer than one call saves. In a measurement with five gates and batches of tens of
-// rows, a step took 5 to 10% less time with hidden size 128 (0.7 MB). With hidden size 256 (2.6
-// MB), a step took the same time or longer.
+// Maximum size in bytes of the concatenated weights. A larger copy would not fit into the cache,
+// and the time for the copy would exceed the time that the smaller number of calls saves. In a
+// measurement with five gates and batches of tens of rows, a step took 5 to 10% less time with
+// hidden size 128 (0.7 MB). With hidden size 256 (2.6 MB), a step took the same time or longer.
 constexpr int64_t kMostJoined = 1 << 20;
 
 class SiblingsRule final : public Rule {
@@ -34,7 +34,7 @@ class SiblingsRule final : public Rule {
   }
   bool reads_result(uint32_t) const override { return false; }
 
-  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
+  bool capture(NodeBuilder&) const override { return false; }  // only the pass adds such nodes
 
   std::vector<Addend> addends(const Tape&, const Node&) const override {
     std::vector<Addend> out;
@@ -80,7 +80,8 @@ class SiblingsRule final : public Rule {
   }
 
  private:
-  // Skips products that no gradient has reached, because zero times an infinite weight is NaN.
+  // Computes the gradient of x. Skips products that no gradient has reached, because zero times an
+  // infinite weight is NaN.
   void gradient_of_x(BackwardBatch& batch, const Tensor& g,
                      const std::vector<const Sibling*>& reached, Tensor& sum) const {
     if (reached.size() == siblings_.size()) {
@@ -96,7 +97,7 @@ class SiblingsRule final : public Rule {
     }
   }
 
-  static Tensor weight(BatchView& batch, const Sibling& s) {  // [N, K]
+  static Tensor weight(BatchView& batch, const Sibling& s) {  // returns [N, K]
     const Tensor w = batch.single(s.weight);
     return s.by_row ? w : w.t();
   }
@@ -124,8 +125,8 @@ class SiblingsRule final : public Rule {
            region.offset * static_cast<int64_t>(region.buffer->element_size());
   }
 
-  // Concatenates in the layout of the first weight, so that in most cases rows are copied
-  // unchanged.
+  // Concatenates the weights in the layout of the first weight, so that in most cases rows are
+  // copied unchanged.
   void copy(BatchView& batch, WeightCopies::Joined& entry, bool with_bias) const {
     const bool by_row = siblings_[0].by_row;
     std::vector<Tensor> weights, biases;

@@ -54,8 +54,8 @@ class SumFuser {
     }
   }
 
-  // Whether some sum may have kLeastTerms terms. The function does not read the operands, which are
-  // scattered in memory. The function returns false for most graphs.
+  // Whether at least one sum may have kLeastTerms terms. The function does not read the operands,
+  // which are scattered in memory. The function returns false for most graphs.
   bool may_have_sums(std::span<const uint8_t> may_add) const {
     std::vector<uint8_t> terms(graph_.size(), 0);
     size_t most = 0;
@@ -82,8 +82,8 @@ class SumFuser {
   // Whether the node has not been merged.
   bool is_unmerged(NodeId id) const { return tape_.nodes[id].state == NodeState::kNeeded; }
 
-  // Whether an addition's operands have the shape, dtype and device of its result, and the result
-  // is contiguous.
+  // Whether the operands of an addition have the shape, dtype and device of its result, and whether
+  // the result is contiguous.
   bool is_of_one_shape(const Node& node) const {
     const Value& result = tape_.values[node.first_value];
     if (!c10::isFloatingType(result.dtype) || !result.geometry->contiguous) return false;
@@ -98,8 +98,8 @@ class SumFuser {
     return true;
   }
 
-  // Whether the signature is of `x + y` or `x + 0`. Returns false for sums that were fused by an
-  // earlier flush that failed.
+  // Whether nodes of the signature compute `x + y` or `x + 0`. Returns false for sums that were
+  // fused by an earlier flush that failed.
   static bool adds(const Signature& signature) {
     if (signature.rule == &sum_rule()) return false;
     const std::string& op = signature.op->name;
@@ -116,7 +116,7 @@ class SumFuser {
     return number.isScalar() && number.toScalar().equal(0);
   }
 
-  // Whether the value is the result of an addition and only the sum `root` reads it.
+  // Whether the value is the result of an addition and only the sum `root` reads the value.
   bool is_part(ValueId id, const Node& root) {
     return terms_of(id) != 0 && has_single_reader(id, root);
   }
@@ -206,8 +206,8 @@ class SumFuser {
     }
   }
 
-  // Returns the signature of sums like `node` that `rule` runs. Errors and reports name the op and
-  // site of `op`.
+  // Returns the signature of the sums that `rule` runs and that have a result like the result of
+  // `node`. Errors and reports name the op and site of `op`.
   Signature* signature_of(const Node& node, const Rule& rule, const Signature& op) {
     const Value& result = tape_.values[node.first_value];
     Key key;
@@ -227,7 +227,8 @@ class SumFuser {
   Tape& tape_;
   const FlushGraph& graph_;
   SignatureTable& signatures_;
-  // For each node: the number of terms of an addition, at most kLeastTerms.
+  // For each node: if it is an addition, the number of terms of its sum, at most kLeastTerms;
+  // otherwise 0.
   std::vector<uint8_t> terms_;
   std::vector<NodeId> additions_;
   // For each node: whether the node is part of a sum that ends in another node.

@@ -16,12 +16,13 @@ namespace {
 using at::Tensor;
 
 // A sum of any number of terms. Each member has terms of one size. If all members have terms of the
-// same size, terms are added pairwise, by recursive halving. Otherwise they are added in order.
+// same size, the terms are added pairwise, by recursive halving. Otherwise the terms are added in
+// order.
 class SumRule final : public Rule {
  public:
   bool saves() const override { return false; }
   bool reads(size_t) const override { return false; }
-  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
+  bool capture(NodeBuilder&) const override { return false; }  // only the pass adds such nodes
 
   void forward(Batch& batch) const override {
     Regions terms;
@@ -60,7 +61,7 @@ class SumRule final : public Rule {
   }
 
  private:
-  // Adds terms of one size: each term is a row.
+  // Adds terms that all have one size, as rows of a matrix.
   static void add_rows(Batch& batch, Regions terms, const Counts& counts) {
     const int64_t width = terms.front().geometry->numel;
     Tensor out = batch.output_rows(0, width);
@@ -75,8 +76,8 @@ class SumRule final : public Rule {
     segment_sum(rows.view({located.count(), width}), counts, out);
   }
 
-  // Adds terms whose sizes differ between members: first the second terms of all members to the
-  // first terms, then the third ones.
+  // Adds terms whose sizes differ between members. Copies the first terms of all members to the
+  // results, then adds the second terms of all members, then the third terms, and so on.
   static void add_in_turn(Batch& batch, const Regions& terms, const Counts& counts) {
     Regions from, to;
     for (int64_t turn = 0; turn == 0 || !from.empty(); ++turn) {
@@ -97,14 +98,14 @@ class SumRule final : public Rule {
   }
 };
 
-// A sum of terms embedding(matrix, indices). Operand 0 is the matrix; the others are the indices of
-// the terms. The signature's arguments are those of embedding(weight, indices, padding_idx,
-// scale_grad_by_freq, sparse).
+// A sum of terms embedding(matrix, indices). Operand 0 is the matrix, and the other operands are
+// the indices of the terms. The signature's arguments are the arguments of embedding(weight,
+// indices, padding_idx, scale_grad_by_freq, sparse).
 class LookupSumRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
   bool reads_result(uint32_t) const override { return false; }
-  bool capture(NodeBuilder&) const override { return false; }  // created by the fusion pass only
+  bool capture(NodeBuilder&) const override { return false; }  // only the pass adds such nodes
 
   void forward(Batch& batch) const override {
     const Tensor matrix = batch.single(0);
@@ -150,7 +151,7 @@ class LookupSumRule final : public Rule {
     }
     Tensor indices;
     Counts counts;     // for each member: number of terms
-    int64_t rows = 0;  // rows that each term looks up
+    int64_t rows = 0;  // number of rows that each term looks up
   };
 };
 

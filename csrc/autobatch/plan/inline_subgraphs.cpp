@@ -9,8 +9,9 @@
 namespace autobatch {
 namespace {
 
-// Whether the user holds a result of a subgraph from which another result is computed. If so, the
-// gradient of the held result must be separate from the gradient of the other result.
+// Whether the user holds `value`, and `value` is a result of a subgraph from which another result
+// of the subgraph is computed. If so, the gradient of the held result must be separate from the
+// gradient of the other result.
 bool must_unfold(const Tape& tape, const Value& value) {
   if (value.tensor == nullptr || value.is_graph_input() || !value.requires_grad) return false;
   const Subgraph* subgraph = tape.nodes[value.node].signature->rule->subgraph();
@@ -168,9 +169,9 @@ class Unfolder {
   }
 
   Tape& old_;
-  std::vector<uint8_t> unfolds_;  // by old node
+  std::vector<uint8_t> unfolds_;  // for each old node: whether it is unfolded
   Tape new_;
-  std::vector<ValueId> number_;      // by old value
+  std::vector<ValueId> number_;      // for each old value: its new number
   std::vector<NodeId> node_before_;  // for each old node: number of new nodes made before it
 };
 

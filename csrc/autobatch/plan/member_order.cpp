@@ -62,7 +62,7 @@ class Orderer {
 
   void deal_out(std::span<uint32_t> members, uint32_t least, size_t places) {
     const auto at = [&](uint32_t use) { return use == kNone ? places : use - least; };
-    // Counts are shifted by one; the last bucket is for members without a reader.
+    // The counts are shifted by one position. The last bucket is for members without a reader.
     next_.assign(places + 2, 0);
     for (const uint32_t use : uses_) ++next_[at(use) + 1];
     std::partial_sum(next_.begin(), next_.end(), next_.begin());
@@ -94,8 +94,8 @@ class Orderer {
   FlushGraph& graph_;
   const bool sorts_;
   size_t num_sorted_ = 0;
-  std::vector<FirstUse> first_use_;  // by node number
-  // Scratch space of sort().
+  std::vector<FirstUse> first_use_;  // indexed by node number
+  // Scratch memory of sort().
   std::vector<uint32_t> uses_, before_, next_;
   std::vector<uint64_t> keys_;
 };

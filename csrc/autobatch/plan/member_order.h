@@ -19,8 +19,8 @@ struct FirstUse {
 };
 
 struct MemberOrder {
-  std::vector<FirstUse> first_uses;  // by node number
-  size_t num_sorted = 0;             // number of groups with one weight that were reordered
+  std::vector<FirstUse> first_uses;  // indexed by node number
+  size_t num_sorted = 0;             // number of reordered groups of members with one weight
 };
 
 // Reorders the members within `batches`, the schedule of `graph`. Members with the same weight stay

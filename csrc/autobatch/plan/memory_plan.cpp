@@ -11,61 +11,61 @@
 namespace autobatch {
 namespace {
 
-// Minimum size of a batch's results that get a separate slab. For smaller results, a separate slab
-// costs more than it saves.
-constexpr int64_t kLeastSpan = int64_t{1} << 12;  // bytes
+// Minimum size of a batch's results that get a separate slab. For smaller results, the cost of a
+// separate slab exceeds the benefit.
+constexpr int64_t kLeastSpan = int64_t{1} << 12;  // in bytes
 // Approximate size in bytes of a slab for backward. Backward frees these slabs one by one.
 constexpr int64_t kLeastSaved = int64_t{1} << 16;
 // How long results are needed.
 enum class Lifetime : uint8_t {
-  kSaved,  // until the backward of a batch has read them
-  kHeld,   // until the tensors that hold them have copies
-  kBrief,  // until the last batch has read them
+  kSaved,  // until the backward of a batch has read the results
+  kHeld,   // until the tensors that hold the results have copies
+  kBrief,  // until the last batch that reads the results has run
 };
 
-// Output k of one signature, in all of its batches.
+// The results k of all nodes of one signature, for one k.
 struct Output {
   const Value* first = nullptr;  // first result; all results have its dtype and device
-  int64_t length = 0;            // elements
+  int64_t length = 0;            // total number of elements
   uint32_t batches = 0;
   uint32_t last_span = kNone;
-  // Slab of the next results, by lifetime and OutputSpan::spanning.
+  // The slabs for the next results, indexed by lifetime and by OutputSpan::spanning.
   std::array<std::array<uint32_t, 2>, 3> slabs{{{kNone, kNone}, {kNone, kNone}, {kNone, kNone}}};
   uint32_t grad = kNone;
 };
 
-// Output k of one batch.
+// The results k of all members of one batch, for one k.
 struct OutputSpan {
   uint32_t output = 0;
   uint32_t before = kNone;       // previous span of the same output
   uint32_t first = 0, last = 0;  // first and last member, as node numbers
-  uint32_t last_use = 0;         // the last batch that writes or reads it
-  uint32_t last_saver = kNone;   // the last batch whose backward reads it
-  int64_t length = 0;            // elements
+  uint32_t last_use = 0;         // the last batch that writes or reads the span
+  uint32_t last_saver = kNone;   // the last batch whose backward reads the span
+  int64_t length = 0;            // number of elements
   // A batch reads this span and the next or previous span of the same output as one range.
   bool spanning = false;
-  bool goes_on = false;  // forms one range with the span `before`
-  bool held = false;     // some result is held by the user or read by a later flush
+  bool goes_on = false;  // this span forms one range with the span `before`
+  bool held = false;     // whether the user holds a result or a later flush reads a result
 };
 
 // The memory of a span.
 struct SpanLayout {
-  Allocation first;  // of the first result
+  Allocation first;  // place of the first result
   int64_t step = 0;  // elements from one result to the next; -1 if the lengths differ
 };
 
-// The spans of a node's results.
+// The position of a node's results. Result k of the node is in the span `span` + k.
 struct NodeSlot {
-  uint32_t span;   // first span of its batch
+  uint32_t span;   // first span of the node's batch
   uint32_t index;  // index of the node among the batch's members
 };
 
-// The last read of a batch in one operand slot.
+// The last result that the members of a batch have read so far in one operand slot.
 struct LastRead {
   uint32_t slot = kNone;
   uint32_t span = kNone;
   uint32_t producer = kNone;
-  bool saves = false;  // the batch's backward reads this operand
+  bool saves = false;  // whether the batch's backward reads this operand
 };
 
 class Placer {
@@ -138,7 +138,7 @@ class Placer {
     if (std::exchange(spans_[span].last_saver, b) != b) saved_.emplace_back(b, span);
   }
 
-  // Whether the user or a later flush may read the result.
+  // Whether the user or a later flush may read the result `base`.
   bool is_read_later(ValueId base) { return tape_.is_read(base) || tape_.is_looked_at(base); }
 
   // Records that the backward of batch `b` reads a result of an earlier flush.
@@ -170,9 +170,10 @@ class Placer {
     }
   }
 
-  // Finds results of earlier flushes that the backward of these batches reads.
+  // Finds the results of earlier flushes that the backward of this flush's batches reads.
   void find_saved_earlier() {
-    std::vector<std::span<const FlushGraph::EarlierRead>> of(graph_.size());  // by reader
+    // For each node: the reads by this node of results of earlier flushes.
+    std::vector<std::span<const FlushGraph::EarlierRead>> of(graph_.size());
     const auto all = graph_.earlier();
     for (size_t first = 0, i = 1; i <= all.size(); ++i) {
       if (i < all.size() && all[i].reader == all[first].reader) continue;
@@ -270,8 +271,8 @@ class Placer {
         SpanLayout& layout = layouts_[first_span_[b] + k];
         Output& output = outputs_[span.output];
         const uint32_t slab = choose_slab(output, span);
-        // Separate gradient buffers are not used on devices where an additional call for each span
-        // costs more than it saves.
+        // Separate gradient buffers are not used on devices where the cost of an additional call
+        // for each span exceeds the benefit.
         const bool separate = !wants_few_launches(output.first->device) && has_large_spans(output);
         if (separate || output.grad == kNone) output.grad = add_gradient();
         layout.first = {slab, output.grad, store.lengths[slab], store.grad_lengths[output.grad]};
@@ -303,7 +304,7 @@ class Placer {
   void note_savers() {
     Store& store = record_.store;
     store.savers.resize(store.lengths.size(), 0);
-    std::vector<uint32_t> last_saver(slab_last_use_.size(), kNone);  // by new slab
+    std::vector<uint32_t> last_saver(slab_last_use_.size(), kNone);  // of each new slab
     for (const auto& [b, number] : saved_) {
       const uint32_t slab = layouts_[number].first.slab;
       if (std::exchange(last_saver[slab - first_slab_], b) == b) continue;
@@ -315,7 +316,7 @@ class Placer {
   void note_held() {
     Store& store = record_.store;
     store.holders.resize(store.lengths.size(), 0);
-    std::vector<uint8_t> is_held(slab_last_use_.size(), 0);  // by new slab
+    std::vector<uint8_t> is_held(slab_last_use_.size(), 0);  // whether a new slab is held
     for (uint32_t b = 0; b < batches_.size(); ++b) {
       for (uint32_t k = 0; k < num_results(batches_[b]); ++k) {
         const uint32_t number = first_span_[b] + k;
@@ -347,7 +348,8 @@ class Placer {
     }
   }
 
-  // Fills Store::places in capture order, which is the order of its entries in memory.
+  // Fills Store::places for the results whose spans have a constant step. Visits the results in
+  // capture order, which is the order of the entries in memory.
   void place_even() {
     for (uint32_t number = 0; number < graph_.size(); ++number) {
       const NodeSlot spot = slots_[number];
@@ -368,13 +370,13 @@ class Placer {
   const PlacementNeeds& needs_;
   const FlushGraph& graph_;
   std::span<BatchRecord> batches_;      // the batches of this flush
-  std::vector<uint32_t> first_output_;  // by signature
+  std::vector<uint32_t> first_output_;  // for each signature: index of its first output
   std::vector<Output> outputs_;
-  PooledArray<NodeSlot> slots_;       // by number
-  std::vector<uint32_t> first_span_;  // by batch
+  PooledArray<NodeSlot> slots_;       // indexed by node number
+  std::vector<uint32_t> first_span_;  // for each batch: index of its first span
   std::vector<OutputSpan> spans_;
-  std::vector<SpanLayout> layouts_;     // by span
-  std::array<LastRead, 8> last_reads_;  // by operand slot modulo 8
+  std::vector<SpanLayout> layouts_;     // the layout of each span
+  std::array<LastRead, 8> last_reads_;  // indexed by operand slot modulo 8
   // Pairs (batch, span) for which the backward of the batch reads the span.
   std::vector<std::pair<uint32_t, uint32_t>> saved_;
   // For each slab of an earlier flush: the last batch whose backward reads the slab.

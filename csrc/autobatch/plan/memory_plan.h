@@ -7,13 +7,14 @@
 
 namespace autobatch {
 
-// Inputs of place_values besides the record.
+// The inputs of place_values, without the record.
 struct PlacementNeeds {
-  size_t first_batch = 0;  // batches before this one have already run
+  size_t first_batch = 0;  // the batches before this batch have already run
   const FlushGraph& graph;
-  bool keep_all = false;  // slabs are freed only at the end of the flush
+  bool keep_all = false;  // whether slabs are freed only at the end of the flush
   // The values that tensors hold, possibly with duplicates. May be set only if no node of a later
-  // flush reads a result. If null, place_values searches for held values.
+  // flush reads a result. If `held` is null, place_values searches for the values that tensors
+  // hold.
   const std::vector<ValueId>* held = nullptr;
 };
 

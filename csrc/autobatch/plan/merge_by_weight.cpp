@@ -82,11 +82,11 @@ class WeightMerger {
   size_t first_batch_;
   const FlushGraph& graph_;
   const Rule* rule_ = nullptr;             // rule of the last call of joins()
-  const WeightGroups* joining_ = nullptr;  // rule_, if its batches can be joined
+  const WeightGroups* joining_ = nullptr;  // rule_, or null if its batches cannot be joined
   // A group is identified by the position of its first member in the order.
   uint32_t group_ = kNone;          // the group that was last marked in `group_of_`
   uint32_t previous_ = kNone;       // first member of the batch that joined last
-  std::vector<uint32_t> group_of_;  // by node number
+  std::vector<uint32_t> group_of_;  // for each node number: its last group
   // For each signature: the last group with a batch of this signature.
   std::unordered_map<const Signature*, uint32_t> group_with_;
 };

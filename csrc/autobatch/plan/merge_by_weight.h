@@ -10,9 +10,9 @@
 namespace autobatch {
 
 // Joins consecutive batches of the schedule that do not depend on each other. Batches with the same
-// inputs stay separate, because a joined batch would gather these inputs twice. A batch with the
-// same weights as a batch of the group also stays separate. Returns the number of batches that were
-// joined to an earlier batch.
+// inputs stay separate, because a joined batch would gather these inputs twice. A batch also stays
+// separate if a batch with the same weights is already part of the joined batch. Returns the number
+// of batches that were joined to an earlier batch.
 size_t merge_by_weight(FlushRecord& record, size_t first_batch, const FlushGraph& graph);
 
 }  // namespace autobatch

@@ -17,7 +17,7 @@ namespace {
 // this file.
 struct GraphPass {
   Switch on;
-  // Returns the number of rewrites.
+  // Runs the pass, and returns the number of rewrites.
   size_t (*run)(Tape& tape, FlushGraph& graph, SignatureTable& signatures);
   bool needs_rebuild;  // whether the graph is rebuilt after rewrites
 };

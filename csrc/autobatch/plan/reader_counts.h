@@ -13,9 +13,10 @@ class ReaderCounts {
   // Counts reads by nodes of the graph.
   ReaderCounts(Tape& tape, const FlushGraph& graph);
 
-  // Whether only nodes can read the value. A value is private if a node computes it, it is not a
-  // view and has no views, and the user holds no tensor of it. User code cannot write to a private
-  // value, but it may have written to the value's memory before (Tape::written_at).
+  // Whether only nodes can read the value. A value is private if a node computes the value, if the
+  // value is not a view and has no views, and if the user holds no tensor of the value. User code
+  // cannot write to a private value, but user code may have written to the value's memory before
+  // (Tape::written_at).
   bool is_private(ValueId id) const {
     const Value& value = tape_.values[id];
     return !value.is_graph_input() && value.parent == kNone && value.tensor == nullptr &&
@@ -34,11 +35,11 @@ class ReaderCounts {
  private:
   Tape& tape_;
   const FlushGraph& graph_;
-  std::vector<uint32_t> readers_;  // for each node: number of reads of its results
+  std::vector<uint32_t> readers_;  // for each node: number of operands that read its results
 };
 
-// Returns the signature with this key, for fused nodes that run by `rule` in place of nodes like
-// `plain`. Errors and reports name the op and site of `plain`.
+// Returns the signature with this key for fused nodes, which `rule` runs. The fused nodes replace
+// nodes with the signature `plain`. Errors and reports name the op and site of `plain`.
 Signature* joined_signature(SignatureTable& signatures, const Key& key, const Signature& plain,
                             const Rule& rule, uint64_t weight_slots, const char* note);
 

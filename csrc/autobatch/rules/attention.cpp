@@ -1,7 +1,7 @@
 // Scaled dot product attention over instances of any length. Instances of different lengths form
-// one batch. The batch runs as separate calls for each length, on views of the slabs. On a CPU,
-// separate calls take half the time of one call in which all members are padded to one length. One
-// call for a few members saves almost no time, except for short members.
+// one batch. The batch runs as one or more calls for each length, on views of the slabs. On a CPU,
+// these calls take half the time of one call in which all members are padded to one length. A call
+// for a few members takes almost as long as one call for each of them, except for short members.
 #include "autobatch/common/compat.h"
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/attention_step.h"
@@ -22,9 +22,9 @@ constexpr int64_t kSmallQuery = 2048;
 constexpr size_t kQuery = 0, kKey = 1, kValue = 2, kMask = 3;  // argument and operand numbers
 constexpr size_t kDropout = 4, kCausal = 5, kScale = 6, kGrouped = 7;
 
-// Returns the members of each call. Members of one size form one call if this needs no copy of the
-// operands, or if the copy costs less than separate calls. Otherwise each member has a separate
-// call.
+// Returns the members of each call. Members of one size share a call if the operands need not be
+// copied for this call, or if the copy costs less than separate calls. Otherwise each member has a
+// separate call.
 std::vector<Members> calls_for(const BatchView& batch) {
   std::vector<Members> calls;
   for (Members& members : groups_of(batch)) {
@@ -39,7 +39,7 @@ std::vector<Members> calls_for(const BatchView& batch) {
   return calls;
 }
 
-// --- helpers of both rules ---
+// --- helpers of the two attention rules ---
 
 std::optional<double> scale_of(const c10::IValue& scale) { return scale.toOptional<double>(); }
 
@@ -90,7 +90,7 @@ bool capture_operands(NodeBuilder& builder) {
   if (a[rank - 1] != b[rank - 1] || b[rank - 2] != c[rank - 2]) return false;
   if (q.geometry->numel == 0 || k.geometry->numel == 0 || v.geometry->numel == 0) return false;
   builder.key(dtype_word(q) << 8 | rank);
-  if (rank > 2) {  // heads
+  if (rank > 2) {  // the numbers of heads are part of the key
     builder.key(static_cast<uint64_t>(a[rank - 3]) << 32 | static_cast<uint64_t>(b[rank - 3]));
   }
   builder.key(static_cast<uint64_t>(a.back()) << 32 | static_cast<uint64_t>(c.back()));
@@ -118,7 +118,7 @@ bool mask_requires_grad(const NodeBuilder& builder) {
 
 // --- the fused kernel, for calls in which eager uses it ---
 
-// Operands are [N, heads, T, width]. The hidden result is the logsumexp of each row of scores,
+// The operands are [N, heads, T, width]. The hidden result is the logsumexp of each row of scores,
 // [N, T, heads].
 class FusedAttentionRule final : public Rule {
  public:
@@ -150,7 +150,7 @@ class FusedAttentionRule final : public Rule {
     }
     if (!steps.empty()) run_attention_steps(batch, steps, scale_of(batch));
     for (const Members& members : calls_for(batch)) {
-      if (is_attention_step(batch, members.front())) continue;  // all members have the same sizes
+      if (is_attention_step(batch, members.front())) continue;  // the members have equal sizes
       const Call call(batch, members);
       auto [out, sums] = at::_scaled_dot_product_flash_attention_for_cpu(
           call.query, call.key, call.value, 0, call.causal, call.mask, call.scale);
@@ -210,8 +210,8 @@ class FusedAttentionRule final : public Rule {
 
 // --- the formula, for all other calls, such as calls with dropout ---
 
-// Operands are [.., T, width]. The hidden results are the attention weights and, with dropout, the
-// dropout mask, scaled by 1 / (1 - p).
+// The operands are [.., T, width]. The hidden results are the attention weights and, with dropout,
+// the dropout mask, scaled by 1 / (1 - p).
 class PlainAttentionRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -248,7 +248,7 @@ class PlainAttentionRule final : public Rule {
       const Tensor q = operand(batch, members, kQuery);
       const Tensor k = operand(batch, members, kKey);
       const Tensor scores = scores_of(batch, members, q, k);
-      // If the mask excludes all positions of a row, the weights of the row are 0.
+      // If the mask excludes all positions of a row, the attention weights of the row are 0.
       const Tensor weights =
           batch.given(kMask) ? at::_safe_softmax(scores, -1) : at::_softmax(scores, -1, false);
       put_results(batch, 1, members, weights);
@@ -268,8 +268,8 @@ class PlainAttentionRule final : public Rule {
       }
       const bool adds_to_mask = batch.given(kMask) && batch.needs(kMask);
       if (!batch.needs(kQuery) && !batch.needs(kKey) && !adds_to_mask) continue;
-      // Eager saves scaled copies of query and key. The check of the tensors that eager saves
-      // therefore does not cover writes to the original query and key.
+      // Eager saves scaled copies of query and key. The general check of the tensors that eager
+      // saves therefore does not cover the original query and key, and both are checked here.
       if (batch.needs(kQuery)) batch.check_unwritten(kKey);
       if (batch.needs(kKey)) batch.check_unwritten(kQuery);
       Tensor gw = at::bmm(g, operand(batch, members, kValue).mT());
@@ -332,8 +332,8 @@ class PlainAttentionRule final : public Rule {
     return at::bmm(q, k.mT()).mul_(scale);
   }
 
-  // Adds the gradient of the mask. `gradient` is the gradient of the scores, [B, Tq, Tk]. It is
-  // summed over the dimensions along which the mask is broadcast.
+  // Adds the gradient of the mask. `gradient` is the gradient of the scores, [B, Tq, Tk]. The
+  // function sums `gradient` over the dimensions along which the mask is broadcast.
   static void add_mask_gradient(BackwardBatch& batch, const Members& members,
                                 const Tensor& gradient) {
     const auto n = static_cast<int64_t>(members.size());
@@ -383,8 +383,8 @@ class ContiguousRule final : public Rule {
  private:
   // Returns the dimensions in memory order, without dimensions of size 1. The key contains the
   // memory order, because copies with different orders occur at different points of a model. If all
-  // these copies had one signature, the policy `agenda` would use one mean depth for all of them,
-  // which is wrong for each order.
+  // these copies had one signature, the policy `agenda` would compute one mean depth for copies at
+  // different points of the model.
   static c10::SmallVector<size_t, 6> order_of(const Geometry& g) {
     c10::SmallVector<size_t, 6> order;
     for (size_t d = 0; d < g.sizes.size(); ++d) {

@@ -59,7 +59,7 @@ MatrixPlace row_of(const Tensor& scores, int64_t row, int64_t keys) {
 
 // Returns a tensor for the scores, one row for each head of each member, filled with -inf. The
 // length of a row is the largest number of keys in any member. The elements after the scores of a
-// member's own keys keep the value -inf. Their weights are therefore 0.
+// member's own keys keep the value -inf, so their attention weights are 0.
 Tensor empty_scores(const Batch& batch, const Members& members) {
   int64_t rows = 0, longest = 0;
   for (const int64_t m : members) {
@@ -84,8 +84,8 @@ void each_head(const Batch& batch, const Members& members, const F& f) {
   }
 }
 
-// Writes `sums` to result 1 of the members, [N, 1, heads]. There is one sum for each row of the
-// scores.
+// Writes `sums`, the logsumexp of each row of the scores, to result 1 of the members, [N, 1,
+// heads].
 void keep_sums(const Batch& batch, const Members& members, const Tensor& sums) {
   GeometryTable geometries;
   Regions from, to;

@@ -11,7 +11,8 @@ namespace autobatch {
 // scores, [N, T, heads].
 bool is_attention_step(const BatchView& batch, int64_t m);
 
-// Computes the attention of `members`. Keys and values are read in place, for any number of keys.
+// Computes the attention of `members` and writes results 0 and 1. Reads keys and values in place.
+// The members may have different numbers of keys.
 void run_attention_steps(Batch& batch, const Members& members, double scale);
 
 }  // namespace autobatch

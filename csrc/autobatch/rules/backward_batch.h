@@ -16,13 +16,14 @@ namespace autobatch {
 // operands of this batch, so the batch accumulates the gradients of the weights.
 class Enclosing {
  public:
-  // Returns the region that receives the gradient of a graph input. The graph input is a weight.
+  // Returns the region that receives the gradient of a graph input that is a weight of the cell.
   virtual Region target(uint32_t graph_input) = 0;
   // Returns the region that receives the gradient of member m's graph input, if the gradient can be
   // added directly. Otherwise returns a region without a buffer.
   virtual Region member_target(uint32_t graph_input, int64_t m) = 0;
   virtual bool is_weight(uint32_t graph_input) const = 0;
-  // Returns a 1-D uninitialized tensor for the gradient of `base` in all members.
+  // Returns uninitialized memory, as a 1-D tensor, for the gradients of the value `base` of all
+  // members.
   virtual at::Tensor gradient_memory(ValueId base, int64_t length) = 0;
   virtual void add_product(uint32_t graph_input, const WeightGradTerm& product) = 0;
   virtual void check_unwritten() const = 0;
@@ -39,7 +40,8 @@ class GradAccumulator {
  public:
   GradAccumulator(FlushRecord& record, BackwardTask& task, uint32_t level)
       : record_(record), task_(task), level_(level) {}
-  // For a subgraph with `count` members. Each buffer has one row for each member.
+  // Creates the accumulator of a subgraph with `count` members. Each gradient buffer then has one
+  // row for each member.
   GradAccumulator(FlushRecord& record, BackwardTask& task, Enclosing& enclosing, int64_t count)
       : record_(record), task_(task), level_(0), enclosing_(&enclosing), count_(count) {}
 
@@ -53,13 +55,15 @@ class GradAccumulator {
   Region target_to_add(ValueId id) { return resolve(id, record_.cut(id), true); }
   // Whether target_to_add would return a `fresh` region.
   bool is_fresh(ValueId id) const;
-  // Like target_to_add, but returns a region without a buffer if no gradient is wanted.
+  // Like target_to_add, but returns a region without a buffer if the gradient of `id` is not
+  // needed.
   Region target_if_wanted(ValueId id);
-  // Like target, but ignores a cut at `id` itself. Used for a gradient that arrives at a held
-  // value.
+  // Like target, but for the gradient that autograd passes to the held value `id`. If `id` is a
+  // view of another held value, the region is in the gradient of the other held value
+  // (FlushRecord::cut).
   Region target_behind(ValueId id);
-  // Returns the gradient region of a computed result. The region's buffer is undefined if no
-  // gradient has arrived in it.
+  // Returns the gradient region of a computed result. The region's buffer is an undefined tensor if
+  // nothing has been written to the buffer.
   Region gradient(ValueId id) const;
   BackwardTask& task() { return task_; }
   Enclosing* enclosing() { return enclosing_; }
@@ -75,29 +79,32 @@ class GradAccumulator {
   // to write the gradient to, and marks `id` as reached. Otherwise returns a region without a
   // buffer.
   Region fresh(ValueId id);
-  // In a subgraph, for an operand that is the whole of its base: returns the undefined buffer of
-  // the operand's gradient, and marks `id` as reached. The caller can make a gradient tensor the
-  // buffer. Returns null if a gradient has already arrived.
+  // In a subgraph, for an operand that is the whole of its base: returns a pointer to the buffer of
+  // the operand's gradient, which is still an undefined tensor, and marks `id` as reached. The
+  // caller can assign a gradient tensor to the buffer. Returns null if a gradient has already
+  // arrived, or if `id` is not such an operand.
   at::Tensor* untouched(ValueId id);
-  // Returns the undefined buffer of the gradient of a whole graph input. The caller must allocate
-  // and fill the buffer. Returns null if a gradient has already arrived.
+  // Returns a pointer to the buffer of the gradient of a whole graph input. The buffer is still an
+  // undefined tensor, and the caller must allocate and fill it. Returns null if a gradient has
+  // already arrived, or if `id` is not a whole graph input.
   at::Tensor* untouched_graph_input(ValueId id);
   // Fills the unwritten tiles of `base` with zeros. Must be called before the gradient of `base` is
   // read as a whole.
   void fill_rest(ValueId base);
-  // Whether the gradient of `id` has a single contribution.
+  // Whether the gradient of `id` is a single contribution and not a sum (Partition::alone).
   bool is_alone(ValueId id) const;
   // Returns the distance in elements between the gradients of consecutive members of a subgraph.
   int64_t step(ValueId id) const;
-  // In a subgraph: returns the buffer of the gradient of a result or an operand. The buffer is
-  // undefined if no gradient has arrived.
+  // In a subgraph: returns the buffer of the gradient of `base`, a result or a graph input. The
+  // buffer is an undefined tensor if no gradient has arrived.
   at::Tensor& gradient_of_base(ValueId base);
 
  private:
   Region resolve(ValueId id, ValueId cut, bool may_be_fresh);
   Region begin(ValueId id, bool may_be_fresh);
   at::Tensor& export_gradient(uint32_t index);
-  // On a device: fills all exports of the level that have this dtype with zeros, in one call.
+  // On a device: makes zero-filled gradients, in one call, for all exports of the level that have
+  // the dtype and device of `like`.
   void make_export_zeros(const Value& like);
   void clear(ValueId base);
   void fill_before_adding(ValueId id);
@@ -117,19 +124,19 @@ class BackwardBatch final : public BatchView {
   BackwardBatch(FlushRecord& flush, BatchRecord& record, NodeSpan members,
                 GradAccumulator& accumulator, Level::Half half = Level::Half::kWhole,
                 std::span<const int64_t> rows = {});
-  // Returns a view of the same batch with some of its members.
+  // Returns an object for the same batch that contains only the given members.
   BackwardBatch part(std::span<const NodeId> members) {
     return {flush_, record_, members, accumulator_, half_};
   }
 
-  // Whether Rule::backward_chain has been run for these members.
+  // Whether Rule::backward_chain has been run for the members of this object.
   bool chained() const { return half_ == Level::Half::kRest; }
   // Adds `gradient`, [n, *sizes], to the gradient of result k. If the result is held, the gradient
-  // goes through the result's autograd node.
+  // passes through the result's autograd node.
   void add_to_result(size_t k, const at::Tensor& gradient);
 
-  // Whether this object contains all members of the batch. If so, backward can use the data that
-  // forward kept without selecting rows.
+  // Whether this object contains all members of the batch. If so, backward need not select rows of
+  // the data that forward kept.
   bool complete() const { return members_.size() == record_.count; }
   // Bit k is set if a gradient has reached result k of member m. Bit 7 represents result 7 and all
   // later results.
@@ -137,7 +144,7 @@ class BackwardBatch final : public BatchView {
   NodeId member(int64_t m) const { return members_[m]; }
   // For a subgraph only. Bit k is set if a gradient has reached result k of the subgraph.
   uint8_t reached_of_subgraph() const { return accumulator_.enclosing()->reached(); }
-  // Returns the positions of these members among all members of the batch.
+  // Returns the position of each member of this object among all members of the batch.
   std::vector<int64_t> positions() const;
 
   // Raises eager's error if an operand was written to after forward read it. Call this function
@@ -147,54 +154,57 @@ class BackwardBatch final : public BatchView {
   // instances, call this function immediately before the operand is read.
   void check_unwritten(size_t slot) const;
 
-  // Return results of the members. The results may be hidden.
+  // Return result k of all members: stacked, as rows, or flat. Result k may be a hidden result.
   at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
   at::Tensor result_rows(size_t k, int64_t width) { return rows_of(located_results(k), width); }
   at::Tensor result_flat(size_t k) { return flat_of(located_results(k)); }
-  // Return the gradients of the results. A gradient that has not arrived is zero.
+  // Return the gradients of result k of all members. A gradient that has not arrived is returned as
+  // zeros.
   at::Tensor grad_stacked(size_t k) { return stacked_of(located_gradients(k)); }
   at::Tensor grad_rows(size_t k, int64_t width) { return rows_of(located_gradients(k), width); }
   at::Tensor grad_flat(size_t k) { return flat_of(located_gradients(k)); }
 
-  // Whether all members read the same region in this operand and add its gradient to the same
-  // region. A detached operand and the original tensor share memory, but have separate gradients.
+  // Whether operand `slot` is the same region in all members, and its gradients are added to the
+  // same region. A detached operand and the original tensor share memory, but have separate
+  // gradients.
   bool shared(size_t slot) override;
-  // Whether the operand of any member needs a gradient.
+  // Whether operand `slot` of any member needs a gradient.
   bool needs(size_t slot);
 
-  // Adds a gradient of shape [n, *sizes], or of any shape with the same elements in the same order.
-  // A gradient tensor without other owners may become the gradient's buffer, without a copy.
+  // Adds `gradient` to the gradients of operand `slot`. Its shape is [n, *sizes], or any other
+  // shape with the same elements in the same order. A gradient tensor without other owners may
+  // become the gradient's buffer, without a copy.
   void add(size_t slot, const at::Tensor& gradient);
   void add(size_t slot, at::Tensor&& gradient);
-  // Calls `compute` with a tensor of shape `sizes`. `compute` must write the gradient to this
-  // tensor. The tensor has the elements of [n, *operand sizes] in the same order. If the gradient
-  // is the first one and the members' regions are adjacent, the tensor is the final memory of the
-  // gradient. Otherwise the tensor is temporary and is added to the gradient.
+  // Calls `compute` with a tensor of shape `sizes`. `compute` must write the gradients of operand
+  // `slot` to this tensor. The tensor has the elements of [n, *operand sizes] in the same order. If
+  // the gradient is the first one and the members' regions are adjacent, the tensor is the final
+  // memory of the gradient. Otherwise the tensor is temporary and is added to the gradient.
   void add_computed(size_t slot, at::IntArrayRef sizes,
                     c10::function_ref<void(at::Tensor&)> compute);
-  // Returns the memory for the gradient, [n, *sizes], if the gradient is the first one and the
-  // members' regions are adjacent. Otherwise returns an undefined tensor, and the caller must call
-  // `add`. The caller must fill the whole returned tensor.
+  // Returns the memory for the gradients of operand `slot`, [n, *sizes], if these gradients are the
+  // first ones and the members' regions are adjacent. Otherwise returns an undefined tensor, and
+  // the caller must call `add`. The caller must fill the whole returned tensor.
   at::Tensor fresh(size_t slot);
   // Like `add`, for an op whose operand gets the unchanged gradient of a result. The gradients of
   // the operand and of the result may then share memory.
   void pass_on(size_t slot, const at::Tensor& gradient);
   // For a shared operand: adds a gradient [*sizes] that the caller has summed over the members.
   void add_single(size_t slot, const at::Tensor& gradient);
-  // For a shared operand: adds left^T right, or the sum of the rows of `left` (WeightGradTerm). The
-  // products for a graph input are collected until they have enough rows for one GEMM, or until
-  // run_levels ends.
+  // For a shared operand: adds left^T right, or the sum of the rows of `left` (WeightGradTerm), to
+  // the operand's gradient. If the operand is a graph input, such products are collected until they
+  // have enough rows for one GEMM, or until run_levels ends.
   void add_product(size_t slot, const at::Tensor& left, const at::Tensor& right);
 
-  // For an operand that forward repeated to the size of its result. Sums the gradients of the
-  // repetitions and adds the sum.
+  // For an operand that forward repeated to the size of the result: sums the gradients of an
+  // operand's repetitions and adds the sum to the gradient of the operand.
   void add_repeated(size_t slot, const at::Tensor& gradient);
   // Adds `rows` to the gradient of a shared matrix in which forward looked up rows. The parameters
   // are those of index_add_rows.
   void add_rows(size_t slot, const at::Tensor& indices, const at::Tensor& rows, int64_t skip,
                 at::IntArrayRef times = {});
 
-  // --- regions, for rules that copy pieces ---
+  // --- regions, for rules that copy parts of values ---
   bool wanted(ValueId id) const { return accumulator_.wanted(id); }
   Region target(int64_t m, ValueId id) {
     if (!in_subgraph()) return accumulator_.target(id);

@@ -137,8 +137,8 @@ at::Tensor BatchView::flat_repeated(size_t slot) {
   return out;
 }
 
-// Returns the operands as one 1-D tensor. Each operand is a row of `width` elements. It is repeated
-// to the size of the member's result. `count` is the total number of rows.
+// Returns the operands as one 1-D tensor. The operand of each member is a row of `width` elements,
+// which is repeated to the size of the member's result. `count` is the total number of repetitions.
 at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
   if (shared(slot)) {
     const at::Tensor row = single(slot).reshape({1, width}).expand({count, width});
@@ -155,7 +155,7 @@ at::Tensor BatchView::repeated_rows(size_t slot, int64_t width, int64_t count) {
 
 namespace {
 
-// Returns the number of elements from the start of the first result to the end of the last result.
+// Returns the number of elements from the start of region `first` to the end of region `last`.
 int64_t length_to(const Region& first, const Region& last) {
   return last.offset + last.geometry->extent - first.offset;
 }

@@ -1,5 +1,5 @@
 // The interface through which a rule accesses a batch. Operands and results are gathered when the
-// rule asks for them. Each value is a range of a slab, which is a flat buffer. A slab contains
+// rule requests them. Each value is a range of a slab, which is a flat buffer. A slab contains
 // values of one output of a signature. The values are in the order of the schedule, so the results
 // of a batch's members are adjacent.
 #pragma once
@@ -25,17 +25,17 @@ class WeightCopies;
 struct Allocation {
   uint32_t slab = kNone;
   uint32_t grad = kNone;
-  int64_t offset = 0;  // in elements, from the start of the slab
+  int64_t offset = 0;  // elements from the start of the slab
   int64_t grad_offset = 0;
 };
 
 // The memory of a flush. A slab exists from the first batch that writes to it until the last batch
-// that reads it. If the backward of some batches reads the slab, the slab exists until backward of
-// all these batches has run (memory_plan.h).
+// that reads it. If backward of some batches reads the slab, the slab exists until backward of all
+// these batches has run (memory_plan.h).
 struct Store {
-  std::vector<at::Tensor> slabs;    // 1-D; undefined before and after their lifetime
-  std::vector<int64_t> lengths;     // of the slabs, in elements
-  PooledVector<Allocation> places;  // by value; set for computed results only
+  std::vector<at::Tensor> slabs;    // 1-D; undefined before the first and after the last use
+  std::vector<int64_t> lengths;     // by slab: number of elements
+  PooledVector<Allocation> places;  // by value; only set for computed results
   std::vector<int64_t> grad_lengths;
   // For each batch to be run: the slabs that are released after the batch.
   std::vector<std::vector<uint32_t>> last_use;
@@ -51,8 +51,9 @@ struct Store {
   // In a subgraph, by graph input: the region of each member. The regions may be unevenly spaced.
   // Outside a subgraph, empty.
   std::vector<Regions> scattered;
-  // Both are set while batches are run (packed_weights.h). `kept_copies` is for weights whose
-  // changes are noticed, and may be null.
+  // The copies of weights that batches use (packed_weights.h). Both pointers are set while batches
+  // are run. `kept_copies` contains copies of weights whose changes can be detected, and may be
+  // null.
   WeightCopies* copies = nullptr;
   WeightCopies* kept_copies = nullptr;
 
@@ -74,7 +75,7 @@ class LentWeightCopies {
     store_.copies = copies;
     store_.kept_copies = kept;
   }
-  // The store uses the copies that are lent to `of`.
+  // Lets `store` use the copies that are lent to the store `of`.
   LentWeightCopies(Store& store, const Store& of)
       : LentWeightCopies(store, of.copies, of.kept_copies) {}
   ~LentWeightCopies() { store_.copies = store_.kept_copies = nullptr; }
@@ -88,15 +89,15 @@ class LentWeightCopies {
 // One call on detached operands, and the autograd graph of the call. Backward of ops without a
 // native rule uses this graph.
 struct LocalGraph {
-  std::vector<at::Tensor> inputs;   // by operand; undefined where no gradient is needed
-  std::vector<at::Tensor> outputs;  // by result
-  std::vector<uint8_t> shared;      // by operand: in a batched call, one tensor serves all members
+  std::vector<at::Tensor> inputs;   // by operand: detached; undefined if it was not given
+  std::vector<at::Tensor> outputs;  // by result: its tensor
+  std::vector<uint8_t> shared;      // by operand: whether all members of a call use one tensor
 };
 
 // The data that a batch keeps for backward.
 struct BatchRecord {
   Signature* signature = nullptr;
-  uint32_t first = 0;  // into FlushRecord::order
+  uint32_t first = 0;  // index in FlushRecord::order
   uint32_t count = 0;
   bool needs_grad = false;
   // Whether an elementwise program of the subgraph adds the addends (Rule::addends). If so, the
@@ -108,7 +109,7 @@ struct BatchRecord {
   uint32_t consumed = 0;          // number of members whose backward has run without retain_graph
   const Rule* rule = nullptr;     // the rule that ran the batch
   std::vector<uint32_t> saved;    // slabs that the batch's backward may read
-  std::vector<LocalGraph> local;  // one for the batch, or one for each member (loop)
+  std::vector<LocalGraph> local;  // one graph for the batch, or one for each member (loop)
   std::shared_ptr<void> kept;     // state that the rule keeps for the batch as a whole
 
   // Releases the data kept for backward. If the rule saves nothing, `kept` is not released, because
@@ -147,16 +148,16 @@ class BatchView {
   const Signature& signature() const { return *record_.signature; }
   const Tape& tape() const { return tape_; }
   const Store& store() const { return store_; }
-  // Returns the object that stores copies of a weight. The weight is this operand of member m. Call
-  // this function before making a view of the weight, because the function counts the users of the
-  // weight's memory.
+  // Returns the object that stores copies of a weight. The weight is operand `slot` of member m.
+  // Call this function before making a view of the weight, because the function counts the users of
+  // the weight's memory.
   WeightCopies* weight_copies(size_t slot, int64_t m = 0) const;
   BatchRecord& record() { return record_; }
   bool leaves_addends() const { return record_.leaves_addends; }
   const Node& node(int64_t m) const { return tape_.nodes[members_[m]]; }
   const c10::IValue& argument(size_t i) const { return record_.signature->arguments[i]; }
 
-  // Whether one node represents all members (a batch of a subgraph's op).
+  // Whether this is a batch of a subgraph's op. One node then represents all members.
   bool in_subgraph() const { return !store_.steps.empty(); }
 
   size_t num_operands() const { return node(0).num_operands; }
@@ -186,27 +187,30 @@ class BatchView {
   Region result_region(int64_t m, size_t k) const {
     return region(m, node(m).first_value + static_cast<ValueId>(k));
   }
-  // Whether result k has one geometry in all members.
+  // Whether result k has the same geometry in all members.
   bool uniform_result(size_t k) const;
 
-  // Whether the operands have the same sizes in all members.
+  // Whether operand `slot` has the same sizes in all members.
   bool uniform(size_t slot) const;
-  // Whether all members read the same region. If so, the operand need not be stacked.
+  // Whether operand `slot` is the same region in all members. If so, the operand need not be
+  // stacked.
   virtual bool shared(size_t slot);
-  // Returns the operand of the first member, unstacked: [*sizes].
+  // Returns operand `slot` of the first member: [*sizes].
   at::Tensor single(size_t slot);
   // The functions below return a view if the operands are evenly spaced in one buffer, and
-  // otherwise a copy. Later calls return the same copy, so callers must not write to it.
+  // otherwise a copy. Later calls return the same copy, so callers must not write to the copy.
 
-  // Returns the operands stacked, [n, *sizes]. All operands must have the same sizes.
+  // Returns operand `slot` of all members, stacked: [n, *sizes]. The operands of all members must
+  // have the same sizes.
   at::Tensor stacked(size_t slot);
-  // Returns the operands as rows of `width` elements, [total number of rows, width]. Members may
-  // have different numbers of rows.
+  // Returns operand `slot` of all members as rows of `width` elements, [total number of rows,
+  // width]. Members may have different numbers of rows.
   at::Tensor rows(size_t slot, int64_t width);
-  // Returns the operand of an elementwise op: stacked if the results are uniform, and otherwise
-  // flat.
+  // Returns operand `slot` of all members of an elementwise op: stacked if the results are uniform,
+  // and flat otherwise.
   at::Tensor elements(size_t slot) { return uniform_result(0) ? stacked(slot) : flat(slot); }
-  // Returns all elements of all operands in row-major order, as a contiguous 1-D tensor.
+  // Returns operand `slot` of all members as a contiguous 1-D tensor. The elements of each member
+  // are in row-major order.
   at::Tensor flat(size_t slot);
   // Like flat, but repeats the operand of each member to the number of elements of the member's
   // result 0.
@@ -216,7 +220,7 @@ class BatchView {
   ~BatchView() = default;
   int64_t row(int64_t m) const { return rows_.empty() ? m : rows_[m]; }
   const RegionRows& located(size_t slot);
-  // Returns a contiguous copy of the operands.
+  // Returns a contiguous copy of operand `slot` of all members.
   const at::Tensor& gathered(size_t slot);
   static at::Tensor gather(const RegionRows& located);
   at::Tensor repeated_rows(size_t slot, int64_t width, int64_t count);

@@ -15,8 +15,8 @@ namespace {
 
 using at::Tensor;
 
-// batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum, eps, ...)
-// without running statistics. Updates of running statistics are captured separately
+// The rule of batch_norm(x [n, C], weight?, bias?, running_mean, running_var, training, momentum,
+// eps, ...) without running statistics. Updates of running statistics are captured separately
 // (running_statistics.h).
 class BatchNormRule final : public Rule {
  public:
@@ -68,7 +68,7 @@ class BatchNormRule final : public Rule {
  private:
   static constexpr size_t kWeight = 1, kBias = 2, kEps = 7;
 
-  // Calls eager's own kernel, so the result has eager's rounding.
+  // Runs a batch of one member. Calls eager's own kernel, so the result has eager's rounding.
   static void forward_of_one(Batch& batch) {
     const int64_t width = batch.operand_value(0, 0).geometry->sizes[1];
     const auto optional = [&](size_t slot) {
@@ -95,7 +95,7 @@ class BatchNormRule final : public Rule {
       scale = (mean_of(deviations.square()) + eps).rsqrt_();
       rows = deviations * scale;
     }
-    // Returns for each row the mean over the rows of its member.
+    // Returns, for each row of `values`, the mean over all rows of the same member.
     Tensor mean_of(const Tensor& values) const {
       Tensor sums = at::empty({static_cast<int64_t>(counts.size()), width}, values.options());
       segment_sum(values, counts, sums);
@@ -159,9 +159,9 @@ class Channels {
   Counts counts_;  // by member, N and channel: number of elements; empty if sizes are equal
 };
 
-// batch_norm(x [N, C, ...], weight?, bias?, running_mean, running_var, training=False, ...). All
-// instances have the same statistics. The op therefore multiplies each channel by one number and
-// adds another number.
+// The rule of batch_norm(x [N, C, ...], weight?, bias?, running_mean, running_var, training=False,
+// ...). All instances use the same statistics. The op therefore multiplies all elements of a
+// channel by one number, and adds another number to them.
 class StoredStatisticsRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != kBias; }

@@ -69,7 +69,7 @@ class Matrices {
   int64_t item_;
   MatrixPlace first_;
   int64_t count_ = 1;
-  const Geometry* leading_ = nullptr;  // its leading dimensions enumerate the matrices
+  const Geometry* leading_ = nullptr;  // the leading dimensions number the matrices
 };
 
 // Computes products of any sizes one after another.
@@ -80,7 +80,7 @@ class ProductsInPlace {
   }
   static bool can_run(const BatchView& batch) { return can_run(batch.operand_value(0, 0)); }
 
-  // Operand `left` is the left side, and the other operand is the right side.
+  // Operand `left` is the left side of each product, and the other operand is the right side.
   static void forward(const Batch& batch, size_t left = 0) {
     std::vector<MatrixProduct> products;
     products.reserve(static_cast<size_t>(batch.size()));
@@ -257,12 +257,13 @@ class RowsVectorRule final : public Rule {
   bool on_left_;
 };
 
-// --- two matrices of the instance, or batches of matrices ---
+// --- products of two matrices that belong to the instance, or of batches of matrices ---
 
 class ProductRule final : public Rule {
  public:
-  // The rule of products whose operands have these ranks. 0 means any ranks that matmul accepts, if
-  // the right side is a matrix or the dimensions before the last two need no broadcasting.
+  // Makes the rule of products whose operands have these ranks. If both ranks are 0, the rule
+  // covers all ranks that matmul accepts, if the right side is a matrix or the dimensions before
+  // the last two need no broadcasting.
   ProductRule(size_t left_rank, size_t right_rank)
       : left_rank_(left_rank), right_rank_(right_rank) {}
 
@@ -331,7 +332,8 @@ class ProductRule final : public Rule {
   // Returns a word of the key. The word contains the rank of each operand, and whether the operand
   // is transposed. The word distinguishes products at different points of a model. Without the
   // word, `q @ k.mT` and the product of the attention weights and v could have one signature. The
-  // policy `agenda` would then use a mean depth that is right for neither product.
+  // policy `agenda` would then compute one mean depth for products at different points of the
+  // model.
   static uint64_t form_word(const Geometry& x, const Geometry& y) {
     const auto by_row = [](const Geometry& g) {
       return static_cast<uint64_t>(g.strides.back() == 1);
@@ -378,8 +380,8 @@ class ProductRule final : public Rule {
     return row || column || a.back() == 1;
   }
 
-  // Returns the sum of all g y^T, [M, K]. If the sum has fewer rows than columns, the function
-  // computes the transposed sum, because less data must then be transposed.
+  // Returns the sum of the products g y^T of all members, [M, K]. If the sum has fewer rows than
+  // columns, the function computes the transposed sum, because less data must then be transposed.
   static Tensor sum_of_products(const Tensor& g, const Tensor& y) {
     return y.size(1) > g.size(1) ? sum_of_each(y, g).t() : sum_of_each(g, y);
   }

@@ -76,7 +76,7 @@ class FunctionResultsRule final : public Rule {
   bool below_autograd() const override { return false; }
   bool reads(size_t slot) const override {
     // Backward with create_graph reads the results of forward, because forward does not run again.
-    // Only views are made again.
+    // A result that is a view of an argument is not read, because the view is created again.
     if (slot < traits_.saved_results.size()) return !traits_.shares_memory;
     return slot >= first_input() && traits_.saved_inputs[slot - first_input()] != 0;
   }
@@ -126,7 +126,7 @@ class FunctionResultsRule final : public Rule {
   size_t first_input() const { return traits_.saved_results.size() + 1; }
 
   // Whether a slab can hold the result. If the result shares the memory of an argument, the graph
-  // must also be able to describe this (shared_memory.h).
+  // must also be able to describe the sharing (shared_memory.h).
   bool fits(NodeBuilder& builder, const Value& result) const {
     if (result.geometry->overlapping || result.geometry->extent != result.geometry->numel) {
       return false;

@@ -23,7 +23,7 @@ struct FunctionTraits {
   // Whether the result shares the memory of an argument, as in `return x.view_as(x)`.
   bool shares_memory = false;
   bool saves = false;                  // whether the call saved tensors for backward
-  std::vector<uint8_t> saved_results;  // by result: whether the call saved it for backward
+  std::vector<uint8_t> saved_results;  // by result: whether the call saved the result
   // By tensor argument. 0: not saved; 1: saved; 2: saved, and the FunctionCall holds the tensor.
   std::vector<uint8_t> saved_inputs;
 
@@ -54,8 +54,8 @@ std::shared_ptr<FunctionCall> find_call(int64_t number);
 // undefined if the members do not have the tensor.
 struct MemberTensors {
   at::Tensor flat;
-  std::vector<at::IntArrayRef> sizes;  // by member
-  bool requires_grad = false;          // of the tensors in forward
+  std::vector<at::IntArrayRef> sizes;  // by member: the sizes of its tensor
+  bool requires_grad = false;          // whether the tensors require grad in forward
 };
 
 // The calls of a batch in backward.
@@ -64,8 +64,8 @@ struct FunctionBackward {
   std::vector<MemberTensors> results;  // undefined where the calls did not save the result
   // An entry is undefined if the calls did not save the input, or if the input was not pending.
   std::vector<MemberTensors> inputs;
-  std::vector<MemberTensors> gradients;  // by result
-  std::vector<uint8_t> wanted;           // by input: whether a gradient is needed
+  std::vector<MemberTensors> gradients;  // the gradients of the results
+  std::vector<uint8_t> wanted;           // by input: whether its gradient is needed
   std::vector<uint8_t> shared;           // by input: whether all members have the same tensor
 };
 

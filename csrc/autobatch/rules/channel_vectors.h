@@ -9,8 +9,9 @@
 
 namespace autobatch {
 
-// Adds an optional argument that is a vector [channels] and a weight (docs/glossary.md). Returns
-// false if the vector is computed in the block, or if its size or dtype does not fit `x`.
+// Adds an optional argument to `builder`, as an operand. If the argument is given, it must be a
+// vector [channels] and a weight (docs/glossary.md). Returns false if the vector is computed in the
+// block, or if its size or dtype does not fit `x`.
 inline bool capture_channel_vector(NodeBuilder& builder, size_t argument, int64_t channels,
                                    const Value& x) {
   if (!builder.is_tensor(argument)) {

@@ -12,8 +12,9 @@ namespace {
 
 using at::Tensor;
 
-// cross_entropy_loss(x, target, weight?, reduction, ignore_index, label_smoothing)
-// nll_loss_nd(x, target, weight?, reduction, ignore_index). Here x contains log-probabilities.
+// The op is one of
+//   cross_entropy_loss(x, target, weight?, reduction, ignore_index, label_smoothing)
+//   nll_loss_nd(x, target, weight?, reduction, ignore_index), where x is log-probabilities.
 struct Loss {
   const char* op;
   bool log_softmax;  // whether the op applies log_softmax; its output is a hidden result

@@ -46,7 +46,7 @@ class ReinterpretingRule : public Rule {
   virtual Tensor gradient(const Tensor& g) const = 0;
 };
 
-// as_complex(x [2m]) -> [m]
+// The rule of as_complex(x [2m]) -> [m].
 class AsComplexRule final : public ReinterpretingRule {
   void add_result(NodeBuilder& builder, const Value& x) const override {
     builder.result({x.geometry->numel / 2}, c10::toComplexType(x.dtype));
@@ -57,7 +57,7 @@ class AsComplexRule final : public ReinterpretingRule {
   Tensor gradient(const Tensor& g) const override { return at::view_as_real(g).view({-1}); }
 };
 
-// as_real(x [m]) -> [2m]
+// The rule of as_real(x [m]) -> [2m].
 class AsRealRule final : public ReinterpretingRule {
   void add_result(NodeBuilder& builder, const Value& x) const override {
     builder.result({2 * x.geometry->numel}, c10::toRealValueType(x.dtype));
@@ -68,7 +68,7 @@ class AsRealRule final : public ReinterpretingRule {
   Tensor gradient(const Tensor& g) const override { return at::view_as_complex(g.view({-1, 2})); }
 };
 
-// conjugate(x [n]) -> [n]
+// The rule of conjugate(x [n]) -> [n].
 class ConjugateRule final : public ReinterpretingRule {
   void add_result(NodeBuilder& builder, const Value& x) const override {
     builder.result({x.geometry->numel}, x.dtype);
@@ -93,8 +93,8 @@ Tensor copied(const char* op, const Tensor& x, at::IntArrayRef sizes, at::IntArr
   return view_memory(copy, sizes, strides);
 }
 
-// Whether x is pending and its memory can be copied. For this, no write to x may be pending, and
-// elements of x must not share memory.
+// Whether x is pending and its memory can be copied. The memory can be copied if no write to x is
+// pending and the elements of x do not share memory.
 bool covers_memory(const c10::IValue& argument) {
   if (!is_strided(argument)) return false;
   const Tensor& x = argument.toTensor();
@@ -104,7 +104,8 @@ bool covers_memory(const c10::IValue& argument) {
   const Graph& graph = *pending->graph();
   const Value& value = graph.value(pending->value());
   const Value& base = graph.value(value.base);
-  // A tensor that was detached from a graph input must exist before its views.
+  // Views of a tensor that was detached from a graph input are not captured, because the detached
+  // tensor must be created before its views.
   if (base.is_graph_input() &&
       (graph.tape().graph_inputs[base.index].is_copy || value.kind >= ViewKind::kDetached)) {
     return false;

@@ -1,4 +1,4 @@
-// The ops that view_as_complex(), view_as_real() and conj() of pending tensors are composed of.
+// The ops that implement view_as_complex(), view_as_real() and conj() of pending tensors.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,8 +1,8 @@
 // Convolutions. If all instances have the same weight, instances of one size, [C, ..] or [N, C,
 // ..], run as one call over the batch dimension. Sequences of different lengths also run as one
-// call. For this call, each sequence is copied into one buffer, together with its padding. Results
-// whose window covers parts of two sequences are discarded. If each instance has its own weight,
-// instances of one size run as one call with a group of channels for each instance.
+// call. For this call, all sequences are copied into one buffer, each together with its padding.
+// Results whose window covers parts of two sequences are discarded. If each instance has its own
+// weight, instances of one size run as one call with a group of channels for each instance.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -16,9 +16,9 @@ using at::Tensor;
 
 struct Convolution {
   const char* op;
-  size_t dims;  // spatial dimensions
+  size_t dims;  // number of spatial dimensions
   bool transposed = false;
-  bool named_padding = false;  // "valid" or "same"
+  bool named_padding = false;  // whether the padding is "valid" or "same"
 };
 
 constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // argument and operand numbers
@@ -91,7 +91,7 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
 // their results in a buffer [1, C', result_total]. There are zeros before and after each sequence.
 // The zeros before a sequence start at a multiple of the stride.
 struct Joined {
-  std::vector<int64_t> starts, result_starts;  // by sequence
+  std::vector<int64_t> starts, result_starts;  // by sequence: its position
   int64_t total = 0, result_total = 0;
 };
 

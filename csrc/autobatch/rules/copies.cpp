@@ -12,7 +12,8 @@ namespace {
 
 using at::Tensor;
 
-// Whether eager treats the layout as channels-last (`suggest_memory_format`). Gaps are allowed.
+// Whether eager treats the layout as channels-last (`suggest_memory_format`). The layout may have
+// gaps.
 bool suggests_channels_last(const Geometry& g) {
   if (g.contiguous) return false;
   return g.dim() == 4   ? c10::is_channels_last_strides_2d<int64_t>(g.sizes, g.strides)
@@ -74,7 +75,7 @@ class JoinRule final : public Rule {
         [&] { copy_regions(from, to); });
   }
 
-  // Adds the gradients of all pieces that need a gradient in a single call.
+  // In a single call, adds the gradients of all pieces that need a gradient.
   void backward(BackwardBatch& batch) const override {
     Regions from, to;
     reserve(batch, from, to);
@@ -99,7 +100,8 @@ class JoinRule final : public Rule {
     return true;
   }
 
-  // `cat` ignores empty tensors of one dimension. The other tensors may have any rank.
+  // `cat` ignores empty tensors of one dimension. The tensors that are not ignored may have any
+  // rank.
   bool is_left_out(const Value& piece) const {
     return !stack_ && piece.geometry->sizes == std::vector<int64_t>{0} && !piece.requires_grad;
   }
@@ -132,7 +134,7 @@ class JoinRule final : public Rule {
     GeometryTable geometries;
     at::DimVector strides;
     // By operand: the geometries of the operand and of its piece in the previous member. In most
-    // cases these geometries apply to this member too.
+    // cases the current member has the same geometries.
     std::vector<std::pair<const Geometry*, const Geometry*>> known;
     const Geometry* known_of = nullptr;
     for (int64_t m = 0; m < batch.size(); ++m) {
@@ -144,7 +146,7 @@ class JoinRule final : public Rule {
       int64_t at = 0;
       for (ValueId id : batch.tape().operands_of(batch.node(m))) {
         const Geometry& g = *batch.tape().values[id].geometry;
-        if (g.dim() + (stack_ ? 1 : 0) != whole.geometry->dim()) continue;  // is_left_out
+        if (g.dim() + (stack_ ? 1 : 0) != whole.geometry->dim()) continue;  // see is_left_out()
         if (number == known.size()) known.emplace_back(nullptr, nullptr);
         auto& [of, geometry] = known[number++];
         if (std::exchange(of, &g) != &g) {
@@ -165,10 +167,11 @@ class JoinRule final : public Rule {
 
 // --- padding ---
 
-// pad(x, pad, mode, value) and constant_pad_nd(x, pad, value) copy x into a filled tensor. With
-// negative padding, they copy a part of x. For each dimension, the signature contains at most one
-// of the two numbers. The other number follows from the sizes of x and of the result. Therefore
-// instances of different lengths that are padded to one length form one batch.
+// The rule of pad(x, pad, mode, value) and constant_pad_nd(x, pad, value). These ops copy x into a
+// filled tensor. With negative padding, they copy a part of x. For each dimension, the signature
+// contains at most one of the two padding numbers (before and after x). The other number is
+// computed from the sizes of x and of the result. Therefore instances of different lengths that are
+// padded to one length form one batch.
 class PadRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -303,7 +306,7 @@ bool copies_here(NodeBuilder& builder, const Value& x) {
   return true;
 }
 
-// Row-major copies of instances of any size.
+// Makes row-major copies of instances of any size.
 class CastRule final : public Rule {
  public:
   // `dtype` is the index of the dtype argument, or -1 if the op keeps the operand's dtype. `format`

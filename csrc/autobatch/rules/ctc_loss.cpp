@@ -9,8 +9,8 @@
 namespace autobatch {
 namespace {
 
-// ctc_loss(log_probs [T, N, C] or [T, C], targets, input_lengths, target_lengths, blank, reduction,
-// zero_infinity). The lengths are lists or tensors.
+// The rule of ctc_loss(log_probs [T, N, C] or [T, C], targets, input_lengths, target_lengths,
+// blank, reduction, zero_infinity). The lengths are lists or tensors.
 class CtcLossRule final : public LoopRule {
  public:
   bool infers() const override { return false; }

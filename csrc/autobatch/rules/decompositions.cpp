@@ -66,7 +66,8 @@ bool broadcasts_to(at::IntArrayRef from, at::IntArrayRef to) {
   return true;
 }
 
-// addmm(x, a, b, beta, alpha) and baddbmm(x, a, b, beta, alpha) return beta x + alpha a b.
+// Covers addmm(x, a, b, beta, alpha) and baddbmm(x, a, b, beta, alpha), which return beta x + alpha
+// a b.
 template <int64_t dim>
 bool covers_sum_with_product(Arguments arguments) {
   const bool sparse = dim == 2 && is_sparse_product(arguments[1], arguments[2]);
@@ -121,7 +122,7 @@ Tensor bilinear(Arguments arguments) {
   return is_given(arguments[3]) ? result + arguments[3].toTensor() : result;
 }
 
-// Returns the sizes before the last two.
+// Returns all sizes of x except the last two.
 at::IntArrayRef leading(const Tensor& x) { return x.sizes().slice(0, x.dim() - 2); }
 
 bool broadcasts(at::IntArrayRef a, at::IntArrayRef b) {
@@ -132,16 +133,16 @@ bool broadcasts(at::IntArrayRef a, at::IntArrayRef b) {
   return true;
 }
 
-// Whether matmul(x, y) multiplies rows of y by one matrix x, which is a weight or data. If the
-// instance computes x, or y is a weight and x is not, the rows of x are multiplied instead.
+// Whether matmul(x, y) multiplies one matrix x, which is a weight or data, by the columns of y.
+// Returns false if the instance computes x, or if y is a weight and x is not.
 bool has_shared_left(const Tensor& x, const Tensor& y) {
   if (x.dim() != 2 || as_pending(x) != nullptr) return false;
   return x.requires_grad() || !y.requires_grad() || as_pending(y) != nullptr;
 }
 
-// matmul(x, y), where an operand has more dimensions than the native rules accept. The operands are
-// x [.., n, d] and a vector y [d], or a matrix x [m, d] and y [.., d, n], or they have dimensions
-// before the last two that are broadcast.
+// Covers matmul(x, y) where an operand has more dimensions than the native rules accept. The
+// operands are x [.., n, d] and a vector y [d], or a matrix x [m, d] and y [.., d, n], or they have
+// dimensions before the last two that are broadcast.
 bool covers_matmul(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -176,8 +177,8 @@ Tensor product(Arguments arguments) {
 
 // --- ops with a tensor without dimensions ---
 
-// add(x, y, ..), sub, mul and div, where y has no dimensions and its dtype is not the dtype of x.
-// The dtype of y does not affect the dtype of the result.
+// Covers add(x, y, ..), sub, mul and div where y has no dimensions and its dtype is not the dtype
+// of x. The dtype of y does not affect the dtype of the result.
 bool covers_number_operand(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1], 0)) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -199,7 +200,7 @@ constexpr Decomposition kWithNumberOperand = {
 
 // --- norms ---
 
-// layer_norm(x, sizes, weight, bias, eps, ..) with a weight that was computed in the block
+// Covers layer_norm(x, sizes, weight, bias, eps, ..) with a weight that was computed in the block.
 bool covers_layer_norm(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[2])) return false;
   const Tensor &x = arguments[0].toTensor(), &weight = arguments[2].toTensor();
@@ -215,7 +216,7 @@ Tensor layer_norm(Arguments arguments) {
   return is_given(arguments[3]) ? scaled + arguments[3].toTensor() : scaled;
 }
 
-// linalg_norm(x, ord, dim, keepdim, dtype) over one dimension, with the default norm
+// Covers linalg_norm(x, ord, dim, keepdim, dtype) over one dimension, with the default norm.
 bool covers_linalg_norm(Arguments arguments) {
   return is_strided(arguments[0]) && arguments[1].isNone() && arguments[2].isIntList() &&
          arguments[2].toIntVector().size() == 1;
@@ -247,18 +248,18 @@ bool covers_elementwise_pair(Arguments arguments) {
   return have_one_float_dtype(x, y) && x.numel() > 0 && y.numel() > 0 && broadcast_together(x, y);
 }
 
-// dist(x, y, p)
+// Computes dist(x, y, p).
 Tensor distance(Arguments arguments) {
   return (arguments[0].toTensor() - arguments[1].toTensor()).norm(arguments[2].toScalar());
 }
 
-// Returns the tensor with `rank` dimensions. The added leading dimensions have size 1.
+// Adds leading dimensions of size 1 to x until x has `rank` dimensions.
 Tensor with_rank(Tensor x, int64_t rank) {
   while (x.dim() < rank) x = x.unsqueeze(0);
   return x;
 }
 
-// cosine_similarity(x, y, dim, eps)
+// Covers cosine_similarity(x, y, dim, eps).
 bool covers_cosine(Arguments arguments) {
   if (!covers_elementwise_pair(arguments)) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -283,7 +284,7 @@ Tensor cosine(Arguments arguments) {
       .sum(dim);
 }
 
-// cdist(x [.., n, d], y [.., m, d], p, compute_mode)
+// Covers cdist(x [.., n, d], y [.., m, d], p, compute_mode).
 bool covers_pairs(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
   const Tensor &x = arguments[0].toTensor(), &y = arguments[1].toTensor();
@@ -348,32 +349,33 @@ bool is_image(Arguments arguments) {
          (dims == 1 || x.is_contiguous()) && c10::isFloatingType(x.scalar_type());
 }
 
-// max_pool(x, kernel, stride, padding, dilation, ceil)
+// Covers max_pool(x, kernel, stride, padding, dilation, ceil).
 template <int64_t dims>
 bool covers_max_pool(Arguments arguments) {
   return is_image<dims>(arguments) && is_one_window(arguments, dims) &&
          is_each(arguments[3], dims, 0) && is_each(arguments[4], dims, 1);
 }
 
-// avg_pool(x, kernel, stride, padding, ceil, count_include_pad, divisor)
+// Covers avg_pool(x, kernel, stride, padding, ceil, count_include_pad, divisor).
 template <int64_t dims>
 bool covers_average_pool(Arguments arguments) {
   return is_image<dims>(arguments) && is_one_window(arguments, dims) &&
          is_each(arguments[3], dims, 0) && (dims == 1 || arguments[6].isNone());
 }
 
-// adaptive_avg_pool(x, sizes)
+// Covers adaptive_avg_pool(x, sizes).
 template <int64_t dims>
 bool covers_adaptive_pool(Arguments arguments) {
   return is_image<dims>(arguments) && is_each(arguments[1], dims, 1);
 }
 
-// If several elements are the maximum, the first one gets the gradient, in max() as in max_pool().
+// If several elements are equal to the maximum, both max() and max_pool() pass the gradient to the
+// first of these elements.
 template <int64_t dims, bool is_max>
 Tensor pool(Arguments arguments) {
   Tensor x = arguments[0].toTensor().flatten(-dims);
-  // If x is a transposed sequence, transposes it back, because the native rules reduce row-major
-  // tensors.
+  // If x is a transposed sequence, x is transposed back, because the native rules reduce only
+  // row-major tensors.
   const bool transposed = !x.is_contiguous() && x.mT().is_contiguous();
   if (transposed) x = x.mT();
   const int64_t dim = transposed ? -2 : -1;
@@ -386,8 +388,8 @@ Tensor pool(Arguments arguments) {
 
 // --- gated linear units ---
 
-// glu(x, dim) of tensors that are not row-major. Half precision is not covered, because eager does
-// not round the sigmoid.
+// Covers glu(x, dim) of tensors that are not row-major. Half precision is not covered, because
+// eager does not round the sigmoid.
 bool covers_glu(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -404,8 +406,8 @@ Tensor glu(Arguments arguments) {
 
 // --- losses of sequences and images ---
 
-// cross_entropy_loss(x, target, weight?, ..) and nll_loss_nd(x, target, weight?, ..), where x is
-// [N, C, ..] and the target [N, ..] contains labels.
+// Covers cross_entropy_loss(x, target, weight?, ..) and nll_loss_nd(x, target, weight?, ..) where x
+// is [N, C, ..] and the target [N, ..] contains labels.
 bool covers_class_loss(Arguments arguments) {
   if (!is_strided(arguments[0]) || !is_strided(arguments[1])) return false;
   const Tensor &x = arguments[0].toTensor(), &target = arguments[1].toTensor();
@@ -415,8 +417,8 @@ bool covers_class_loss(Arguments arguments) {
   return target.scalar_type() == at::kLong && target.sizes() == sizes;
 }
 
-// Moves the classes to the last dimension. The losses of the resulting rows, and their mean, are
-// those of the original call.
+// Moves the classes to the last dimension. The resulting rows have the same losses, and the same
+// mean loss, as the original call.
 Decomposition::Results class_loss(const OpInfo& op, Arguments arguments) {
   const Tensor &x = arguments[0].toTensor(), &target = arguments[1].toTensor();
   torch::jit::Stack stack(arguments.begin(), arguments.end());

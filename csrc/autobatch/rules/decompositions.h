@@ -1,5 +1,5 @@
-// Ops that are computed by other ops. These ops have no native rule and are not composite, but the
-// other ops have native rules. (For composite ops, whose kernels call other ops, see
+// Decompositions. Some ops have no native rule and are not composite, but can be computed by calls
+// of ops that have native rules. (For composite ops, whose kernels call other ops, see
 // Action::kDecompose.) A native rule batches instances of any size. The generic rules need one
 // batch for each size.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace autobatch {
 
-// Used instead of the generic rules if no native rule covers a call of the op.
+// A decomposition is used instead of the generic rules if no native rule covers a call of the op.
 struct Decomposition {
   using Arguments = at::ArrayRef<c10::IValue>;
   using Results = std::vector<at::Tensor>;

@@ -15,10 +15,10 @@ namespace {
 using at::Tensor;
 using Arguments = std::vector<c10::IValue>;
 
-// Returns a word of the key with dtype and rank. Values of different ranks ([T, d] and [d]) could
-// share a batch, but they occur at different points of a model. If values of different ranks had
-// one signature, the policy `agenda` would use one mean depth for all of them, which is wrong for
-// each rank.
+// Returns a word of the key that contains the dtype and the rank of x. Values of different ranks
+// ([T, d] and [d]) could share a batch, but they occur at different points of a model. If values of
+// different ranks had one signature, the policy `agenda` would compute one mean depth for ops at
+// different points of the model.
 uint64_t elementwise_word(const Value& x) {
   return dtype_word(x) << 8 | static_cast<uint64_t>(x.geometry->dim());
 }
@@ -41,7 +41,7 @@ struct Unary {
   // Returns the gradient of x, given g (the gradient of the result), x and y (the result).
   Tensor (*backward)(const Tensor& g, const Tensor& x, const Tensor& y, const Arguments& args);
   Saves saves = Saves::kOperand;
-  // Writes the gradient of x to `o`. Null if there is no kernel for this.
+  // Writes the gradient of x to `o`. Null if ATen has no kernel that writes this gradient.
   void (*backward_into)(Tensor& o, const Tensor& g, const Tensor& x, const Tensor& y) = nullptr;
   // Returns the op as a step of an elementwise program. Null if the op cannot be a step.
   ElementwiseOp (*step)(const Arguments& args) = nullptr;
@@ -82,7 +82,7 @@ class UnaryRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Tensor g = elements_of_gradients(batch);
-    Tensor x, y;  // undefined if the gradient does not need them, as they may be freed
+    Tensor x, y;  // undefined if not needed, because the values may be freed
     if (entry_.saves == Saves::kOperand) x = elements(batch, 0);
     if (entry_.saves == Saves::kResult) y = elements_of_results(batch);
     if (entry_.backward_into != nullptr) {
@@ -170,12 +170,12 @@ enum class Side : uint8_t { kLeft, kRight };
 struct Binary {
   const char* op;
   Tensor& (*forward)(Tensor& out, const Tensor& x, const Tensor& y, const Arguments& args);
-  // Returns the gradient of one side, in the result's shape.
+  // Returns the gradient of one operand. The gradient has the shape of the result.
   Tensor (*backward)(Side side, const Tensor& g, const Tensor& x, const Tensor& y,
                      const Arguments& args);
   bool saves = true;
-  // Writes the gradient of one side to `o`. Used if nothing is broadcast. Null if there is no
-  // kernel for this.
+  // Writes the gradient of one side to `o`. Used if no operand is broadcast. Null if ATen has no
+  // kernel that writes this gradient.
   void (*backward_into)(Side side, Tensor& o, const Tensor& g, const Tensor& x,
                         const Tensor& y) = nullptr;
   // Returns the op as a step of an elementwise program. The step is kMul, kDiv or kAdd. The scale
@@ -196,7 +196,8 @@ class BinaryRule final : public Rule {
     if (entry_.step == nullptr) return {};
     const Arguments& args = signature.arguments;
     const ElementwiseOp op = entry_.step(args);
-    // If one of the signature's arguments is a tensor, this tensor holds a Python number.
+    // If an argument of the signature is a tensor, it is a Python number that PyTorch has wrapped
+    // in a tensor.
     const bool left = args[0].isTensor(), right = args[1].isTensor();
     if (!left && !right) return op;
     const double number = args[left ? 0 : 1].toTensor().item().toDouble();
@@ -206,7 +207,7 @@ class BinaryRule final : public Rule {
       return ElementwiseOp{ElementwiseCode::kDivNumber, number};
     }
     if (left) return ElementwiseOp{ElementwiseCode::kAddNumber, number, op.scale};
-    if (std::abs(op.scale) != 1) return {};  // the product would be rounded differently
+    if (std::abs(op.scale) != 1) return {};  // scale * number would be rounded differently
     return ElementwiseOp{ElementwiseCode::kAddNumber, op.scale * number};
   }
 
@@ -295,7 +296,7 @@ class BinaryRule final : public Rule {
   struct Sides {
     Tensor x, y;
     Form form = Form::kStacked;
-    bool single_x = false, single_y = false;  // one tensor for all instances, not stacked
+    bool single_x = false, single_y = false;  // whether all instances use one tensor
   };
 
   static Sides form_of(BatchView& batch) {
@@ -328,8 +329,8 @@ class BinaryRule final : public Rule {
     return s;
   }
 
-  // Like `sides`, but the tensors have the correct shapes and arbitrary values. Used for ops whose
-  // gradients read no operand.
+  // Like `sides`, but only the shapes of the returned tensors are correct, and the values are
+  // arbitrary. Used for ops whose gradients read no operand.
   static Sides shapes(BackwardBatch& batch) {
     Sides s = form_of(batch);
     if (s.form == Form::kElements || s.form == Form::kExpanded) return s;
@@ -445,7 +446,7 @@ const Binary kBinary[] = {
 // --- a tensor and a Scalar argument ---
 
 Tensor pow_backward(const Tensor& g, const Tensor& x, const at::Scalar& exponent) {
-  if (exponent.equal(0)) return at::zeros_like(g);  // not 0 * inf at x = 0
+  if (exponent.equal(0)) return at::zeros_like(g);  // avoids 0 * inf at x = 0
   return g * (exponent * x.pow(exponent.toDouble() - 1));
 }
 

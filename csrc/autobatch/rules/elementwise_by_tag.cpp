@@ -24,7 +24,7 @@ constexpr const char* kUntagged[] = {"aten::hardswish",        "aten::log_sigmoi
                                      "aten::subtract.Tensor",  "aten::arctan",
                                      "aten::arctan2"};
 
-// Any op that PyTorch tags as pointwise, with tensors and constants as arguments.
+// The rule of all ops that PyTorch tags as pointwise, with tensors and constants as arguments.
 class TaggedRule final : public RowsCall {
  public:
   bool capture(NodeBuilder& builder) const override {

@@ -41,8 +41,8 @@ int compare(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, size_
   return 0;
 }
 
-// Sorts by insertion, starting at the innermost dimension, as TensorIterator does. Comparisons may
-// be ambiguous, so the result depends on the sorting algorithm.
+// Sorts the dimensions by insertion, starting at the innermost dimension, as TensorIterator does.
+// Some pairs of dimensions have no defined order, so the result depends on the sorting algorithm.
 Order order_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes) {
   Order order(sizes.size());
   std::iota(order.rbegin(), order.rend(), uint8_t{0});

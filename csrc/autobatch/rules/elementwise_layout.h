@@ -20,9 +20,9 @@ bool row_major_or_expanded(const Geometry& geometry);
 
 // Returns the geometry of the result of an elementwise kernel over `operands`, broadcast together.
 // The returned geometry is dense, with the dimensions in the order that at::TensorIterator finds
-// (ATen/native/TensorIterator.cpp, `fast_set_up` and `reorder_dimensions`). `has_number`: a Python
-// number is one of the operands. Returns null if the operands do not broadcast, or if the result is
-// empty and not row-major. Eager runs these calls.
+// (ATen/native/TensorIterator.cpp, `fast_set_up` and `reorder_dimensions`). `has_number`: whether
+// the kernel also has a Python number as an operand. Returns null if the operands do not broadcast,
+// or if the result is empty and not row-major. In both cases eager must run the call.
 const Geometry* elementwise_result(GeometryTable& table, at::ArrayRef<const Geometry*> operands,
                                    bool has_number = false);
 
@@ -37,7 +37,8 @@ const Geometry* channels_last(GeometryTable& table, at::IntArrayRef sizes);
 // Returns the dimensions in memory order, the outermost first.
 c10::SmallVector<uint8_t, 6> memory_order(const Geometry& geometry);
 
-// Returns the dense geometry with these sizes whose dimensions have this order in memory.
+// Returns the dense geometry with these sizes. `order` contains the dimensions in memory order, the
+// outermost first.
 const Geometry* dense_in_order(GeometryTable& table, at::IntArrayRef sizes,
                                at::ArrayRef<uint8_t> order);
 

@@ -113,8 +113,8 @@ class PointLossRule final : public RowsCall {
   }
 
  private:
-  // Checks the layout only if there is no reduction. With a reduction, the result has no strides
-  // that depend on the layout.
+  // Whether argument i, x, has a valid shape and layout. The layout is checked only if there is no
+  // reduction, because otherwise the strides of the result do not depend on the layout.
   bool fits(const NodeBuilder& builder, size_t i, const Value& x, const Value& first) const {
     const bool each = builder.argument(entry_.reduction).toInt() == at::Reduction::None;
     if (each && !row_major_or_expanded(*x.geometry)) return false;
@@ -155,8 +155,8 @@ class PointLossRule final : public RowsCall {
   const PointLoss& entry_;
 };
 
-// mse_loss_backward(grad, x, y) with reduction to a mean or a sum. The result is (x - y) times a
-// factor, and each instance has its own factor.
+// The rule of mse_loss_backward(grad, x, y) with reduction to a mean or a sum. The result is (x -
+// y) times a factor, and each instance has its own factor.
 class SquaredErrorGradientRule final : public Rule {
  public:
   bool reads_result(uint32_t) const override { return false; }
@@ -212,8 +212,8 @@ class SquaredErrorGradientRule final : public Rule {
         .unsqueeze(1);
   }
 
-  // Multiplies the gradient of each loss, [n, 1], by its constant factor. Returns the products,
-  // repeated for each element of the instance.
+  // Multiplies the gradient of each instance's loss, [n, 1], by the constant factor of the
+  // instance. Returns each product repeated for all elements of the instance.
   static Tensor repeated(const BatchView& batch, const Tensor& of_loss) {
     return repeat_rows(of_loss * scales(batch, of_loss), counts_of(batch, 1)).squeeze(1);
   }

@@ -53,7 +53,7 @@ Tensor self_attention(const Tensor& rows, const Projection& p, const std::vector
   Tensor attended = at::empty_like(rows);
   for (size_t i = 0; i < pieces.size();) {
     const Piece& piece = pieces[i];
-    size_t end = i + 1;  // adjacent pieces of one length are one call
+    size_t end = i + 1;  // adjacent pieces of one length run as one call
     int64_t batch = piece.batch;
     while (!piece.mask.defined() && end < pieces.size() && pieces[end].length == piece.length &&
            !pieces[end].mask.defined()) {
@@ -123,7 +123,7 @@ bool capture_mask(NodeBuilder& builder, size_t mask, size_t type, const Value& x
   return at::IntArrayRef(m.geometry->sizes) == at::IntArrayRef(expected[kind]);
 }
 
-// _transformer_encoder_layer_fwd
+// The rule of _transformer_encoder_layer_fwd.
 class EncoderLayerRule final : public Rule {
  public:
   bool heavy() const override { return true; }

@@ -18,9 +18,9 @@ namespace {
 
 using at::Tensor;
 
-// `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and similar ops. Their last
-// arguments are dtype, layout, device, pin_memory and, for some ops, memory_format. `empty` returns
-// zeros.
+// The rule of `zeros(size)`, `ones_like(self)`, `new_full(self, size, fill_value)` and similar ops.
+// The last arguments of these ops are dtype, layout, device, pin_memory and, for some ops,
+// memory_format. `empty` returns zeros.
 class FactoryRule final : public Rule {
  public:
   enum Form : uint8_t { kSize, kLike, kNew };
@@ -133,7 +133,7 @@ class FactoryRule final : public Rule {
   double fill_ = 0;
 };
 
-// Returns a copy with the strides of `self`.
+// Returns a copy of `self` with the same strides.
 Tensor copy_of(const Tensor& self) {
   return at::empty_strided(self.sizes(), self.strides(), self.options()).copy_(self);
 }
@@ -223,7 +223,8 @@ class AssembleRule final : public Rule {
     return {whole.buffer, whole.offset + offset, place.geometry};
   }
 
-  // Adds the gradient of self. This is the result's gradient with zeros in the places.
+  // Adds the gradient of `self`, which is the gradient of the result with zeros in the places of
+  // the pieces.
   static void add_what_was_kept(BackwardBatch& batch) {
     GeometryTable geometries;
     Regions from, to, zeros, places;
@@ -263,9 +264,9 @@ Tensor with_values(const Tensor& self, const Tensor& values) {
   return out;
 }
 
-// with_values(self, values) returns a tensor with the history of `self` and the given values. In
-// eager mode, `self` becomes such a tensor if a program writes to it in torch.no_grad(). The
-// gradient of the result is the gradient of `self`.
+// with_values(self, values) returns a tensor with the history of `self` and the given values. The
+// op represents a write to `self` in torch.no_grad(), which changes the values of `self` but not
+// its history. The gradient of the result is the gradient of `self`.
 class WithValuesRule final : public Rule {
  public:
   bool saves() const override { return false; }

@@ -8,7 +8,7 @@
 
 namespace autobatch {
 
-// Defines `autobatch::assemble`, `autobatch::with_values` and others, once per process.
+// Defines `autobatch::assemble`, `autobatch::with_values` and similar ops, once per process.
 void register_memory_ops();
 
 // Whether the op is a factory, such as zeros or full.

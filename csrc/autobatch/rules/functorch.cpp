@@ -42,7 +42,8 @@ class VmapLevel {
   VmapLevel& operator=(const VmapLevel&) = delete;
 
   at::Tensor wrap(const at::Tensor& t) const { return at::functorch::makeBatched(t, 0, level_); }
-  // Returns [n, *sizes]. A result that does not depend on the member is expanded.
+  // Returns the values of all members, [n, *sizes]. A result that is equal for all members is
+  // expanded.
   at::Tensor unwrap(const at::Tensor& t, int64_t n) const {
     auto* batched = at::functorch::maybeGetBatchedImpl(t);
     if (batched == nullptr || batched->level() != level_) {
@@ -84,7 +85,7 @@ at::Tensor input_of(BatchView& batch, size_t slot, bool stacked, bool needs_grad
   return out;
 }
 
-// Runs one call over all members and returns its graph, with stacked results.
+// Runs one call for all members. Returns the autograd graph of the call, with stacked results.
 LocalGraph call_batched(BatchView& batch, bool needs_grad) {
   const at::AutoGradMode grad_mode(needs_grad);
   const int64_t n = batch.size();
@@ -184,7 +185,7 @@ class FunctorchRule final : public Rule {
         backward_batched(part);
       } catch (const std::exception& error) {
         if (host_interrupts(error)) throw;
-        loop_.backward_again(part);  // backward can't be batched, or it raised an error
+        loop_.backward_again(part);  // the batched backward has failed
       }
     }
   }
@@ -228,8 +229,8 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Whether the batching rule is correct for this batch. If not, stores the reason in the
-  // signature.
+  // Whether functorch's batching rule is correct for this batch. If it is not, stores the reason in
+  // the signature.
   bool is_trusted(const Batch& batch, Signature& signature) const {
     if (!miscounts_dims(batch)) return true;
     signature.note =
@@ -239,8 +240,8 @@ class FunctorchRule final : public Rule {
     return false;
   }
 
-  // Runs the batch with functorch. Fails if functorch has no rule for the op, or if the result's
-  // shape or dtype differs from eager's result. On failure, stores the reason in the signature and
+  // Runs the batch with functorch. Fails if functorch has no rule for the op, or if a result has
+  // another shape or dtype than in eager. On failure, stores the reason in the signature and
   // returns false.
   bool try_batched(Batch& batch) const {
     Signature& signature = *batch.record().signature;

@@ -41,7 +41,7 @@ bool is_custom_function(const OpInfo& op) {
 bool capture_all_arguments(NodeBuilder& builder) {
   if (gives_sparse_gradient(builder)) return false;
   if (is_custom_function(builder.op()))
-    builder.do_not_cache();  // a cell must not reuse the number of a call
+    builder.do_not_cache();  // a cell must not reuse the number of a call of the Function
   const bool gaps = keeps_gaps(builder.op().name);
   for (size_t i = 0; i < builder.num_arguments(); ++i) {
     const c10::IValue& argument = builder.argument(i);
@@ -97,14 +97,15 @@ RuleTable generic_exceptions() {
       {"aten::prod", &differentiated_loop_rule()},
       {"aten::prod.dim_int", &differentiated_loop_rule()},
       {"aten::binary_cross_entropy_with_logits", &loop_rule()},
-      // functorch treats mean and rstd as independent inputs. In eager, the gradient of the input
-      // includes the gradients of mean and rstd.
+      // functorch treats mean and rstd as independent inputs. In eager, they depend on the input,
+      // so the gradient of the input includes contributions through mean and rstd.
       {"aten::native_layer_norm_backward", &differentiated_loop_rule()},
       {"aten::native_group_norm_backward", &differentiated_loop_rule()},
       {"aten::native_batch_norm_backward", &differentiated_loop_rule()},
       // functorch applies padding_idx in the first instance only.
       {"aten::embedding", &loop_rule()},
-      // functorch treats all instances as one instance.
+      // functorch computes one result for all instances together, instead of one result for each
+      // instance.
       {"aten::_is_all_true", &loop_rule()},
       {"aten::_is_any_true", &loop_rule()},
       // For infinite endpoints, functorch computes other steps than eager.

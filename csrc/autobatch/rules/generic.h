@@ -18,8 +18,8 @@ LocalGraph call_single(const BatchView& batch, int64_t m, bool needs_grad);
 
 bool is_optional_tensor_list(const c10::Type& type);
 
-// Captures the call with every argument in the signature. Returns false if the op must not be
-// captured as a whole.
+// Captures the call. Adds the tensors as operands, and adds their shapes and all other arguments to
+// the key. Returns false if the call cannot be captured in this form.
 bool capture_all_arguments(NodeBuilder& builder);
 
 // The rule of an op for which functorch computes the same values as eager, but not the same

@@ -9,7 +9,8 @@ namespace {
 
 using at::Tensor;
 
-// glu(x, dim) multiplies the first half of x along the dimension by the sigmoid of the second half.
+// glu(x, dim) splits x into two halves along `dim`, and multiplies the first half by the sigmoid of
+// the second half.
 class GluRule final : public Rule {
  public:
   bool capture(NodeBuilder& builder) const override {
@@ -51,7 +52,8 @@ class GluRule final : public Rule {
   }
 
  private:
-  // Returns the two halves of all instances, as rows of a matrix.
+  // Splits each member's operand into two halves. Returns a matrix with two rows: row 0 contains
+  // the first halves of all members, and row 1 contains the second halves.
   static Tensor halves_of(BatchView& batch) {
     int64_t total = 0;
     for (int64_t m = 0; m < batch.size(); ++m) total += batch.result_value(m, 0).geometry->numel;

@@ -16,10 +16,10 @@ using at::Tensor;
 
 struct Norm {
   const char* op;
-  int groups;                    // argument number, or -1: each channel is a group
+  int groups;                    // argument number, or -1 if each channel is a group
   size_t weight, bias, epsilon;  // argument numbers
   int mean = -1, variance = -1;  // argument numbers of the running statistics, or -1
-  int from_input = -1;           // argument that must be true, or -1
+  int from_input = -1;           // number of an argument that must be true, or -1
   bool only_one = false;         // whether the op supports only inputs with N = 1
 };
 
@@ -93,10 +93,10 @@ class GroupNormRule final : public Rule {
   }
 
  private:
-  static constexpr size_t kWeight = 1, kBias = 2;  // operands
+  static constexpr size_t kWeight = 1, kBias = 2;  // operand numbers
 
-  // Whether the call uses only the statistics of its input and has no running statistics. (Updates
-  // of running statistics are captured separately, see running_statistics.h.)
+  // Whether the call normalizes its input with the statistics of this input and has no running
+  // statistics. (Updates of running statistics are captured separately, see running_statistics.h.)
   bool uses_statistics_of_input(const NodeBuilder& builder) const {
     for (const int argument : {entry_.mean, entry_.variance}) {
       if (argument >= 0 && builder.is_tensor(static_cast<size_t>(argument))) return false;
@@ -109,8 +109,9 @@ class GroupNormRule final : public Rule {
     return c10::multiply_integers(g.sizes.begin() + 2, g.sizes.end());
   }
 
-  // Returns the members of each call. An empty list means all members in one call. One call is
-  // possible if all examples have the same number of elements.
+  // Returns the members of each call. If an entry is an empty list, its call contains all members.
+  // One call for all members is possible if all examples have the same number of elements per
+  // channel.
   static std::vector<Members> calls_of(const BatchView& batch) {
     const int64_t first = num_elements(*batch.operand_value(0, 0).geometry);
     for (int64_t m = 1; m < batch.size(); ++m) {

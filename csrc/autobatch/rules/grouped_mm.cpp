@@ -14,16 +14,16 @@ namespace {
 using at::Tensor;
 
 constexpr size_t kRows = 0, kWeight = 1, kEnds = 2;  // argument and operand numbers
-constexpr int64_t kAlignment = 16;  // bytes; in eager, strides must be multiples of it
+constexpr int64_t kAlignment = 16;  // bytes; in eager, strides must be multiples of this number
 
-// The rows of all members, [R, ..], sorted by expert. Rows after a member's last end have no
-// expert.
+// The rows of all members, [R, ..], sorted by expert. Rows of a member after the last end of this
+// member belong to no expert.
 struct Sorted {
-  Tensor order;                 // the rows in the order of experts; undefined if already sorted
-  std::vector<int64_t> counts;  // by expert
+  Tensor order;                 // row indices in sorted order; undefined if rows are sorted
+  std::vector<int64_t> counts;  // by expert: number of rows
   bool valid = true;            // false if some ends decrease or exceed the number of rows
 
-  // `ends`: [members, experts].
+  // `ends` is [members, experts]. It contains, for each member, the end of the rows of each expert.
   Sorted(const BatchView& batch, const Tensor& ends) {
     const int64_t members = ends.size(0), experts = ends.size(1);
     const Tensor dense = ends.contiguous();
@@ -55,8 +55,8 @@ struct Sorted {
     return order.defined() ? rows.index_select(0, order) : rows;
   }
 
-  // Calls f(expert, first row, count) for each expert that has rows. Rows are counted in sorted
-  // order.
+  // Calls f(expert, first row, number of rows) for each expert that has rows. The first row is an
+  // index into the sorted rows.
   template <class F>
   void each(const F& f) const {
     int64_t first = 0;
@@ -144,7 +144,7 @@ class GroupedMatmulRule final : public Rule {
     return width * static_cast<int64_t>(sizeof(float)) % kAlignment == 0;
   }
 
-  // Used if the ends are invalid. Calls eager's op for each member.
+  // Calls eager's op for each member. Used if the ends are invalid, so that eager raises the error.
   static void run_each(const Batch& batch, const Tensor& x, const Tensor& w, const Tensor& ends,
                        const Tensor& out) {
     int64_t first = 0;

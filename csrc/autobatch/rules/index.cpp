@@ -23,7 +23,8 @@ bool refuses(NodeBuilder& builder, const Value& weight) {
   return true;
 }
 
-// embedding(weight [V, D], indices [..], padding_idx, scale_grad_by_freq, sparse) -> [.., D]
+// The rule of embedding(weight [V, D], indices [..], padding_idx, scale_grad_by_freq, sparse) ->
+// [.., D].
 class EmbeddingRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
@@ -61,8 +62,8 @@ class EmbeddingRule final : public Rule {
   }
 
  private:
-  // For scale_grad_by_freq. Returns 1 / n for each index, where n is the number of occurrences of
-  // the index in the instance.
+  // Used for scale_grad_by_freq. Returns 1 / n for each index, where n is the number of occurrences
+  // of the index in the instance.
   static Tensor by_frequency(BackwardBatch& batch, const Tensor& indices) {
     const Tensor index = indices.to(at::kCPU, at::kLong).contiguous();
     const Tensor out = at::empty({index.numel()}, at::kDouble);
@@ -162,11 +163,12 @@ class RowIndexRule final : public Rule {
 
  private:
   // The distinct tensors in which members look up rows. The rows of these tensors are concatenated.
-  // For each member, `first` is the position of the first row of its tensor.
+  // `first` contains, for each member, the position of the first row of the tensor that the member
+  // reads.
   struct Sources {
     Sources(const BatchView& batch, const RowIndexing& indexing)
         : width(row_width(indexing, batch)) {
-      // By value and offset: the position of the first row.
+      // By the value number and the offset of a tensor: the position of its first row.
       std::map<std::pair<ValueId, int64_t>, int64_t> known;
       for (int64_t m = 0; m < batch.size(); ++m) {
         const ValueId id = batch.operand(m, 0);
@@ -183,8 +185,8 @@ class RowIndexRule final : public Rule {
     }
     Regions regions;
     std::vector<ValueId> values;
-    std::vector<int64_t> readers;  // by region: the first member that reads it
-    std::vector<int64_t> first;    // by member
+    std::vector<int64_t> readers;  // by region: the first member that reads the region
+    std::vector<int64_t> first;    // by member: position of the first row of its tensor
     int64_t rows = 0, width = 1;
   };
 
@@ -230,7 +232,8 @@ class RowIndexRule final : public Rule {
   Form form_;
 };
 
-// one_hot(x, num_classes). The shape of the result is known only if the number of classes is given.
+// The rule of one_hot(x, num_classes). The shape of the result is known only if the number of
+// classes is given.
 class OneHotRule final : public Rule {
  public:
   bool saves() const override { return false; }
@@ -260,8 +263,9 @@ class OneHotRule final : public Rule {
 
 // --- bags ---
 
-// embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights,
-// include_last_offset, padding_idx?) -> (bags, offset2bag, bag_size, max_indices)
+// The rule of embedding_bag(weight, indices, offsets, scale_grad_by_freq, mode, sparse,
+// per_sample_weights, include_last_offset, padding_idx?) -> (bags, offset2bag, bag_size,
+// max_indices).
 class EmbeddingBagRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != 0; }
@@ -269,7 +273,7 @@ class EmbeddingBagRule final : public Rule {
 
   bool capture(NodeBuilder& builder) const override {
     if (covers(builder)) return true;
-    builder.leave_to_eager();  // the shapes from Meta kernels differ from eager's
+    builder.leave_to_eager();  // Meta kernels return other shapes than eager
     return false;
   }
 
@@ -383,12 +387,12 @@ class EmbeddingBagRule final : public Rule {
       first_bag = at::tensor(first, at::kLong);
     }
     Tensor offsets;
-    Tensor bag_of;     // by index: its bag
-    Tensor first_bag;  // by index: the first bag of its member
+    Tensor bag_of;     // by index: number of the bag that contains the index
+    Tensor first_bag;  // by index: number of the first bag of its member
   };
 
-  // For mode max. Adds the gradient of each element of a bag to the row from which the element was
-  // taken.
+  // Used for mode max. Adds the gradient of each element of a bag to the row from which the element
+  // was taken.
   static void add_largest(BackwardBatch& batch, const Tensor& g) {
     const int64_t width = g.size(1);
     const Tensor rows = batch.result_rows(3, width);

@@ -49,7 +49,7 @@ class AffineRule final : public Rule, public WeightGroups {
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
     const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
     if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;
-    if (x.dtype != w.dtype) builder.leave_to_eager();  // Meta kernels raise no error
+    if (x.dtype != w.dtype) builder.leave_to_eager();  // Meta kernels accept both dtypes
     if (x.dtype != w.dtype || !is_float(x) || !row_major(x)) return false;
     builder.key(dtype_word(x));
     if (!bias(builder, x, m)) return false;
@@ -137,7 +137,7 @@ class AffineRule final : public Rule, public WeightGroups {
   }
 
   // Returns the rows of each group. The results are views if the rows of every group are contiguous
-  // in memory. Otherwise they are parts of one gathered copy.
+  // in memory. Otherwise the results are parts of one gathered copy.
   std::vector<Tensor> inputs(BatchView& batch, const std::vector<WeightGroup>& groups) const {
     const int64_t width = input_width(batch);
     std::vector<Tensor> parts;
@@ -214,10 +214,10 @@ class AffineRule final : public Rule, public WeightGroups {
   int64_t input_width(const BatchView& batch) const { return width(batch.operand_value(0, 0)); }
   int64_t result_width(const BatchView& batch) const { return width(batch.result_value(0, 0)); }
 
-  Tensor matrix(const BatchView& batch, int64_t m) const {  // of member m, [K, M]
+  Tensor matrix(const BatchView& batch, int64_t m) const {  // the matrix of member m, [K, M]
     return weight(batch, m, entry_.transposed);
   }
-  Tensor turned(const BatchView& batch, int64_t m) const {  // [M, K]
+  Tensor turned(const BatchView& batch, int64_t m) const {  // its transpose, [M, K]
     return weight(batch, m, !entry_.transposed);
   }
   static Tensor weight(const BatchView& batch, int64_t m, bool turns) {

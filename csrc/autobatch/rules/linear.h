@@ -7,9 +7,9 @@
 
 namespace autobatch {
 
-// For a rule that multiplies x (operand 0) by a weight (operand 1) and adds an optional bias
-// (operand 2). Returns true if the weight is [N, K], as in linear, and false if it is [K, N].
-// Returns nothing for other rules.
+// If `rule` multiplies x (operand 0) by a weight (operand 1) and adds an optional bias (operand 2),
+// returns true if the weight is [N, K], as in linear, and false if the weight is [K, N]. Returns
+// nothing for other rules.
 std::optional<bool> weight_is_by_row(const Rule& rule);
 
 // The rule of linear(x, w, b) where each instance has its own matrix.

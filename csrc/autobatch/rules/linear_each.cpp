@@ -1,6 +1,6 @@
 // Products of any number of rows with a matrix that belongs to the instance, such as a weight after
-// a step of gradient descent. The instances are padded with zeros to equal numbers of rows. One
-// batched product then computes all of them.
+// a step of gradient descent. Instances with similar numbers of rows are padded with zeros to the
+// same number of rows. One batched product then computes the results of these instances.
 #include "autobatch/common/pool.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/by_shape.h"
@@ -21,11 +21,12 @@ namespace {
 
 using at::Tensor;
 
-// Members that are padded to the same number of rows. `longest` is the largest number of rows of
-// any of these members. Each member has more than longest / 2 rows without the padding.
+// Members that are padded to the same number of rows. `longest` is this number. It is the largest
+// number of rows of any of these members. Each member has more than longest / 2 rows without the
+// padding.
 struct Padded {
   Members members;
-  std::vector<int64_t> firsts;  // by member: its first row among the rows of the batch
+  std::vector<int64_t> firsts;  // by member: index of its first row in the batch
   Counts counts;
   int64_t longest = 0;
 
@@ -34,8 +35,8 @@ struct Padded {
            std::accumulate(counts.begin(), counts.end(), int64_t{0});
   }
 
-  // Returns the regions of the members in the batch's rows [.., width], and their regions in
-  // `padded` [n, longest, width].
+  // Returns two regions for each member: the region of the member's rows in `rows`, the rows of the
+  // batch [.., width], and the region of the same rows in `padded` [n, longest, width].
   std::pair<Regions, Regions> parts(const Tensor& rows, const Tensor& padded,
                                     GeometryTable& geometries) const {
     const int64_t width = rows.size(1);

@@ -73,8 +73,8 @@ std::vector<at::Tensor> results_of(const Stack& stack) {
 }
 
 at::Tensor leaf(const at::Tensor& tensor, bool needs_grad) {
-  // The alias has its own version counter, because every batch that writes to the slab changes the
-  // slab's counter.
+  // The alias has its own version counter, because every batch that writes to a slab changes the
+  // slab's version counter.
   at::Tensor out = detached_alias(tensor);
   if (needs_grad && (out.is_floating_point() || out.is_complex())) out.requires_grad_(true);
   return out;

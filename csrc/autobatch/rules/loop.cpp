@@ -46,8 +46,8 @@ class DifferentiatedLoopRule final : public LoopRule {
   }
 };
 
-// lstm_cell on a device that has a kernel for this op. The kernel computes h' and c' in one step,
-// so there is no result dependency.
+// The rule of lstm_cell on a device that has a kernel for this op. The kernel computes h' and c' in
+// one step, so there is no result dependency.
 class KernelCellRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {

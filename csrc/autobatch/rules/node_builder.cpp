@@ -120,7 +120,7 @@ void NodeBuilder::hidden(at::IntArrayRef sizes, c10::ScalarType dtype) {
 
 bool fits_slab(c10::ScalarType type, bool requires_grad) {
   if (c10::isQIntType(type) || c10::isBitsType(type)) return false;
-  // Gradients must be added, but PyTorch cannot add complex numbers in half precision
+  // Gradients are added in a buffer, but PyTorch cannot add complex numbers in half precision
   // (ComplexHalf).
   const bool half_complex = c10::isComplexType(type) && c10::elementSize(type) == 4;
   return !requires_grad || !(half_complex || c10::isFloat8Type(type));

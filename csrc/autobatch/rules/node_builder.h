@@ -37,7 +37,7 @@ class NodeBuilder {
   // Adds argument i, a tensor of this instance, and returns its value. The device becomes part of
   // the key, but shape and dtype do not.
   Value operand(size_t i);
-  // Adds the tensor at index `element` of argument i, a list.
+  // Argument i is a list of tensors. Adds its tensor at index `element`.
   Value operand(size_t i, size_t element);
   // Adds argument i, a tensor that all members of a batch share. The identity of the tensor becomes
   // part of the key.
@@ -56,7 +56,7 @@ class NodeBuilder {
   void key(uint64_t word) { key_.push_back(word); }
   void truncate_key(size_t length) { key_.resize(length); }
   void key(const Geometry* geometry) { key_.push_back(reinterpret_cast<uint64_t>(geometry)); }
-  // Appends the content of argument i. Returns false if the content cannot be compared.
+  // Appends the content of argument i to the key. Returns false if the content cannot be compared.
   bool constant(size_t i) { return append_constant(key_, arguments_[i]); }
 
   // --- results ---
@@ -91,7 +91,7 @@ class NodeBuilder {
   // Whether the call may be cached. If so, all calls with an equal CallKey (call_cache.h) have the
   // same key.
   bool is_cacheable() const { return cacheable_; }
-  // Excludes the call from the call cache, because its key depends on more than the CallKey.
+  // Excludes the call from the call cache, because the node's key depends on more than the CallKey.
   void do_not_cache() { cacheable_ = false; }
   bool is_constant(size_t i) const { return i < 64 && (constants_ >> i & 1) != 0; }
   const c10::SmallVector<ResultMeta, 4>& results() const { return results_; }
@@ -121,7 +121,7 @@ class NodeBuilder {
   uint32_t variadic_ = kNone;
   uint64_t weight_slots_ = 0;
   uint32_t returned_ = kNone;
-  uint64_t constants_ = 0;  // bit i: argument i is a tensor kept as a constant
+  uint64_t constants_ = 0;  // bit i: whether argument i is a tensor that is a constant
   size_t num_visible_ = 0;
   bool any_requires_grad_ = false;
   bool device_known_ = false;

@@ -1,7 +1,7 @@
 // Ops on tensors that are not row-major, such as transposed sequences. The native rules of these
 // ops support row-major tensors only. Eager's results are row-major for any layout of the operand.
 // A transposed tensor becomes row-major if its dimensions are sorted by stride. A reduction or a
-// scan therefore runs on the tensor with sorted dimensions. The other ops run on a row-major copy.
+// scan therefore runs on the tensor with sorted dimensions. All other ops run on a row-major copy.
 // Some tensors, such as windows, are not row-major in any order of dimensions. Reductions and scans
 // of these tensors are not covered, because a copy would cost more than one batch for each size.
 #include "autobatch/rules/decompositions.h"
@@ -21,11 +21,11 @@ using Arguments = Decomposition::Arguments;
 using Results = Decomposition::Results;
 using Dims = at::DimVector;
 
-// An op and the positions of its arguments. Argument 0 is the tensor.
+// An op, and the positions of its arguments. Argument 0 of each op is the tensor.
 struct LayoutOp {
   std::string_view op;
-  size_t dims = 0;  // an int or a list of ints; 0: the op runs on a copy
-  size_t keep = 0;  // `keepdim`; 0: the op keeps all dimensions and their sizes
+  size_t dims = 0;  // argument number of the dimension(s), or 0 if the op runs on a copy
+  size_t keep = 0;  // argument number of `keepdim`, or 0 if the op keeps all sizes
 };
 
 constexpr LayoutOp kOps[] = {
@@ -62,7 +62,7 @@ Dims memory_order(const Tensor& x) {
   return order;
 }
 
-// Whether x is row-major if its dimensions have this order. Gaps are allowed.
+// Whether x is row-major if its dimensions have this order. The memory of x may have gaps.
 bool is_row_major(const Tensor& x, const Dims& order) {
   int64_t extent = 1;
   for (size_t i = order.size(); i-- > 0;) {
@@ -114,8 +114,8 @@ Dims positions_in(const Dims& order, const Dims& dims) {
   return positions;
 }
 
-// Returns the result with its dimensions in ascending order. `dims` contains the dimensions in the
-// present order. The returned tensor is row-major, as in eager.
+// Returns `result` with its dimensions in ascending order. dims[i] is the number of dimension i of
+// `result`. The returned tensor is row-major, as in eager.
 Tensor sorted(const Tensor& result, const Dims& dims) {
   if (std::ranges::is_sorted(dims)) return result;
   Dims ascending = dims;

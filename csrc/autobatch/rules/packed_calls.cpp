@@ -1,6 +1,6 @@
-// PackedSequence: packing a padded tensor, and recurrent networks over packed rows. Both are
-// computed by ops whose native rules support examples of any length. Lengths are input data, so
-// their values are known during capture.
+// PackedSequence: packing a padded tensor, and recurrent networks over packed rows. Both kinds of
+// calls are computed by other ops, whose native rules support examples of any length. Lengths are
+// input data, so their values are known during capture.
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/decompositions.h"
@@ -37,15 +37,15 @@ Numbers numbers_of(const c10::IValue& value) {
   return {first, first + tensor.numel()};
 }
 
-// Returns a tensor that is not captured, because its numbers are known.
+// Returns a tensor of the numbers. The tensor is not captured, because its content is known.
 Tensor constant(const Numbers& numbers, at::Device device) {
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   return at::tensor(numbers, at::kLong).to(device);
 }
 
 // Returns how many of the sorted numbers are larger than 0, how many are larger than 1, and so on.
-// The function converts lengths of sequences to numbers of sequences at each step. It also performs
-// the inverse conversion.
+// The function converts the sorted lengths of sequences to the number of sequences at each step. It
+// also converts these numbers back to the lengths.
 Numbers counts_above(const Numbers& sorted) {
   Numbers counts(static_cast<size_t>(sorted.front()));
   for (size_t i = 0; i < counts.size(); ++i) {
@@ -95,7 +95,7 @@ bool covers_rnn(const OpInfo&, Arguments arguments) {
   if (!is_strided(arguments[kRows], 2) || !are_lengths(arguments[kSizes])) return false;
   const Numbers sizes = numbers_of(arguments[kSizes]);
   const bool drops = arguments[kTraining].toBool() && arguments[kDropout].toDouble() > 0;
-  // Eager draws the random numbers of all sequences together.
+  // With dropout between layers, eager draws the random numbers of all sequences together.
   if (drops && arguments[kLayers].toInt() > 1 && sizes[0] > 1) return false;
   const Tensor &rows = arguments[kRows].toTensor(), &state = state_of(arguments[kStates]);
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) == rows.size(0) &&

@@ -60,7 +60,7 @@ std::vector<int64_t> Sequences::states(int64_t run, int64_t runs) const {
 
 std::vector<int64_t> Sequences::rows_of(const Sequences& some,
                                         const std::vector<int64_t>& positions) const {
-  std::vector<int64_t> place;  // by sequence of `some`
+  std::vector<int64_t> place;  // by sequence of `some`: its place in this object
   for (size_t m = 0; m < positions.size(); ++m) {
     const int64_t first = first_[positions[m]];
     for (int64_t b = 0; b < members_[first].member_width; ++b) place.push_back(place_[first + b]);

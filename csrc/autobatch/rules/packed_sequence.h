@@ -31,7 +31,8 @@ class Packing {
 };
 
 // The sequences of all members of a batch, and the positions of their rows. Sequences are numbered
-// member by member. Operand 0 of a member is its input, [T, B, ..], or [B, T, ..] if `batch_first`.
+// member by member. Operand 0 of a member is the input of the op, [T, B, ..], or [B, T, ..] if
+// `batch_first`.
 class Sequences {
  public:
   Sequences(const BatchView& batch, bool batch_first);
@@ -46,18 +47,21 @@ class Sequences {
   // states [runs, B, ..].
   std::vector<int64_t> states(int64_t run, int64_t runs) const;
 
-  // Returns for each packed row of `some` the equal packed row of this object. `some` has the
-  // sequences of the members at `positions` of this object.
+  // Returns, for each packed row of `some`, the packed row of this object that contains the same
+  // step of the same sequence. `some` contains the members at `positions` of this object.
   std::vector<int64_t> rows_of(const Sequences& some, const std::vector<int64_t>& positions) const;
 
  private:
   struct Sequence {
-    int64_t first_row, first_sequence, member_width;  // of its member
+    // The first row and the first sequence of the member that contains this sequence, and the B of
+    // this member.
+    int64_t first_row, first_sequence, member_width;
+    // The index of this sequence among the sequences of the member, and its number of steps.
     int64_t in_member, length;
   };
-  std::vector<Sequence> members_;  // by sequence
-  std::vector<int64_t> first_;     // by member
-  std::vector<int64_t> place_;     // by sequence
+  std::vector<Sequence> members_;  // the sequences of all members
+  std::vector<int64_t> first_;     // by member: the number of its first sequence
+  std::vector<int64_t> place_;     // by sequence: its place in the packing
   std::optional<Packing> packing_;
 };
 

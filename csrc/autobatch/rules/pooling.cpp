@@ -1,5 +1,6 @@
-// Pooling over one or two dimensions, with one call for each size of instance. As in eager, pooling
-// over one dimension uses the kernels for two dimensions, with a second dimension of size 1.
+// Pooling over one or two dimensions, with one call for all instances of one size. As in eager,
+// pooling over one dimension uses the kernels for two dimensions, with a second dimension of size
+// 1.
 #include "autobatch/rules/by_shape.h"
 #include "autobatch/rules/decompositions.h"
 
@@ -62,8 +63,8 @@ bool read(const Pool& entry, const Argument& argument, Window& window) {
   return window.divisor != 0;
 }
 
-// Returns the result's size in dimension `d`. The returned number is zero or less if eager raises
-// an error.
+// Returns the result's size in dimension `d`. The returned size is zero or less if eager raises an
+// error.
 int64_t result_length(const Window& w, size_t d, int64_t length) {
   const int64_t reach = w.dilation[d] * (w.kernel[d] - 1) + 1;
   if (2 * w.padding[d] > (w.dilation[d] > 1 ? reach : w.kernel[d])) return 0;
@@ -78,7 +79,7 @@ class PoolRule final : public Rule {
  public:
   explicit PoolRule(const Pool& entry) : entry_(entry) {}
 
-  bool reads_result(uint32_t k) const override { return k == 1; }  // indices of the maxima
+  bool reads_result(uint32_t k) const override { return k == 1; }  // the indices of the maxima
 
   bool capture(NodeBuilder& builder) const override {
     const Value x = builder.operand(0);

@@ -9,7 +9,7 @@ namespace {
 
 using at::Tensor;
 
-// dropout(x, p, train). The mask, scaled by 1 / (1 - p), is a hidden result.
+// The rule of dropout(x, p, train). The mask, scaled by 1 / (1 - p), is a hidden result.
 class DropoutRule final : public Rule {
  public:
   bool reads(size_t) const override { return false; }
@@ -53,8 +53,8 @@ class DropoutRule final : public Rule {
   }
 };
 
-// Calls of alpha_dropout and feature_alpha_dropout that drop nothing. These calls return their
-// argument. A generic rule captures all other calls.
+// The rule of calls of alpha_dropout and feature_alpha_dropout that drop nothing. These calls
+// return their argument. A generic rule captures all other calls.
 class NoDropoutRule final : public Rule {
  public:
   bool capture(NodeBuilder& builder) const override {

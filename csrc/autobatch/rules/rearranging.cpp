@@ -44,7 +44,7 @@ int64_t largest_border(std::string_view mode, int64_t size) {
   return mode == "reflect" ? size - 1 : mode == "circular" ? size : INT64_MAX;
 }
 
-// pad(x, pad, mode, value), where one or two dimensions of x are not padded.
+// Covers pad(x, pad, mode, value) where all dimensions of x except the first one or two are padded.
 bool covers_pad(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -54,7 +54,7 @@ bool covers_pad(Arguments arguments) {
   if (border_of(mode) == nullptr || !arguments[3].isNone() || x.numel() == 0) return false;
   if (pads.size() % 2 != 0 || padded == 0) return false;
   if (x.dim() != padded + 1 && x.dim() != padded + 2) return false;
-  // Eager keeps a channels-last layout.
+  // In eager, the result of a channels-last image is channels-last.
   if (padded > 1 && !x.is_contiguous()) return false;
   for (size_t i = 0; i < pads.size(); ++i) {
     const int64_t size = x.size(x.dim() - 1 - static_cast<int64_t>(i / 2));
@@ -75,13 +75,13 @@ Tensor pad(Arguments arguments) {
     if (pads[i + 1] > 0) pieces.push_back(border(x, d, pads[i + 1], false));
     if (pieces.size() > 1) x = at::cat(at::TensorList(pieces), d);
   }
-  // If all paddings are 0, the result is a copy, as in eager.
+  // If all padding numbers are 0, the result is a copy of x, as in eager.
   return x.is_same(arguments[0].toTensor()) ? x.clone() : x;
 }
 
 // --- rolling ---
 
-// roll(x, shifts, dims) over one dimension
+// Covers roll(x, shifts, dims) over one dimension.
 bool covers_roll(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -94,14 +94,14 @@ bool covers_roll(Arguments arguments) {
 Tensor roll(Arguments arguments) {
   const Tensor& x = arguments[0].toTensor();
   const int64_t d = arguments[2].toIntVector()[0], size = x.size(d);
-  const int64_t first = ((arguments[1].toIntVector()[0] % size) + size) % size;  // >= 0
+  const int64_t first = ((arguments[1].toIntVector()[0] % size) + size) % size;  // not negative
   if (first == 0) return x.clone(at::MemoryFormat::Contiguous);
   return at::cat({x.narrow(d, size - first, first), x.narrow(d, 0, size - first)}, d);
 }
 
 // --- windows ---
 
-// im2col(x, kernel, dilation, padding, stride), for images [N, C, H, W] or [C, H, W].
+// Covers im2col(x, kernel, dilation, padding, stride) for images [N, C, H, W] or [C, H, W].
 bool covers_windows(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -135,7 +135,7 @@ Tensor windows(Arguments arguments) {
 
 // --- pixel shuffles ---
 
-// pixel_shuffle(x [.., C r^2, H, W], r) returns [.., C, H r, W r].
+// Covers pixel_shuffle(x [.., C r^2, H, W], r), which returns [.., C, H r, W r].
 bool covers_shuffle(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -153,7 +153,7 @@ Tensor shuffle(Arguments arguments) {
   return row_major_copy(parts.permute({0, 1, 4, 2, 5, 3}), sizes);
 }
 
-// pixel_unshuffle(x [.., C, H r, W r], r) returns [.., C r^2, H, W].
+// Covers pixel_unshuffle(x [.., C, H r, W r], r), which returns [.., C r^2, H, W].
 bool covers_unshuffle(Arguments arguments) {
   if (!is_strided(arguments[0])) return false;
   const Tensor& x = arguments[0].toTensor();
@@ -181,11 +181,11 @@ int64_t nearest(int64_t i, int64_t size, int64_t result_size, double scale) {
   return std::min(static_cast<int64_t>(std::floor(static_cast<float>(i) * step)), size - 1);
 }
 
-// upsample_nearest1d(x, sizes, scale), upsample_nearest2d(x, sizes, scale, scale), and their
-// overloads `vec` (x, sizes?, scales?).
+// The arguments of upsample_nearest1d(x, sizes, scale), upsample_nearest2d(x, sizes, scale, scale),
+// and their overloads `vec` (x, sizes?, scales?).
 struct Upsampling {
-  at::DimVector sizes;                 // of the result's last dimensions
-  c10::SmallVector<double, 2> scales;  // 0: not given
+  at::DimVector sizes;                 // sizes of the result's last dimensions
+  c10::SmallVector<double, 2> scales;  // by dimension; 0: not given
 };
 
 Upsampling read_upsampling(Arguments arguments, size_t dims) {
@@ -204,7 +204,7 @@ Upsampling read_upsampling(Arguments arguments, size_t dims) {
   return result;
 }
 
-// Whether each element is repeated the same number of times.
+// Covers upsampling that repeats each element the same number of times.
 template <size_t dims>
 bool covers_nearest(Arguments arguments) {
   if (!is_strided(arguments[0], dims + 2)) return false;

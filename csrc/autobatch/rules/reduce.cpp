@@ -1,6 +1,7 @@
-// Reductions that segment_ops.cpp does not cover. Sums and means over dimensions that are not
-// adjacent batch instances of one shape. Softmax over the last dimension batches instances with any
-// number of rows. Medians batch instances with equal numbers of elements.
+// Reductions that segment_ops.cpp does not cover. For sums and means over dimensions that are not
+// adjacent, a batch contains instances of one shape. For softmax over the last dimension, it
+// contains instances with any number of rows. For medians, it contains instances with equal numbers
+// of elements.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/cpu_dispatch.h"
 #include "autobatch/rules/rule.h"
@@ -56,7 +57,7 @@ const Reduction kReductions[] = {
     {"aten::mean.dim", true},
 };
 
-// Sums and means over any dimensions, for instances of one shape.
+// The rule of sums and means over any dimensions, for instances of one shape.
 class AnyDimsRule final : public Rule {
  public:
   explicit AnyDimsRule(const Reduction& entry) : entry_(entry) {}
@@ -124,8 +125,8 @@ const Softmax kSoftmax[] = {
     {"aten::log_softmax.int", at::_log_softmax_out, at::_log_softmax_backward_data},
 };
 
-// Softmax over the last dimension, if there is no kernel for rows of different widths. All rows of
-// a batch have the same width. segment_ops.cpp covers the other calls.
+// The rule of softmax over the last dimension, if there is no kernel for rows of different widths.
+// All rows of a batch have the same width. segment_ops.cpp covers the other calls.
 class SoftmaxRule final : public Rule {
  public:
   explicit SoftmaxRule(const Softmax& entry) : entry_(entry) {}
@@ -143,7 +144,8 @@ class SoftmaxRule final : public Rule {
     if (has_host_memory(x.device) && has_cpu_kernels(x.dtype)) return false;
     if (g.dim() == 1 || dim != g.dim() - 1 || g.sizes.back() == 0) return false;
     builder.key(dtype_word(x));
-    // The meaning of a negative dimension depends on the rank, so both are part of the key.
+    // The meaning of a negative dimension depends on the rank, so the dimension and the rank are
+    // both part of the key.
     builder.key(static_cast<uint64_t>(g.dim()) << 32 | static_cast<uint64_t>(dim));
     builder.key(static_cast<uint64_t>(g.sizes.back()));
     builder.result(g.canonical, x.dtype);
@@ -173,10 +175,10 @@ class SoftmaxRule final : public Rule {
 
 // --- medians ---
 
-// median(x) and nanmedian(x), for instances with equal numbers of elements. If several elements are
-// equal to the median, eager divides the gradient evenly among these elements. functorch's rules
-// are not used, because they reduce over a dimension, and such a reduction has a gradient for only
-// one of the equal elements.
+// The rule of median(x) and nanmedian(x), for instances with equal numbers of elements. If several
+// elements are equal to the median, eager divides the gradient evenly among these elements.
+// functorch's rules are not used, because they reduce over a dimension, and such a reduction has a
+// gradient for only one of the equal elements.
 class MedianRule final : public Rule {
  public:
   using Forward = std::tuple<Tensor, Tensor> (*)(const Tensor& x, int64_t dim, bool keepdim);
@@ -198,11 +200,11 @@ class MedianRule final : public Rule {
   void backward(BackwardBatch& batch) const override {
     const Tensor x = batch.rows(0, width_of(batch));
     const Tensor y = batch.result_rows(0, 1);
-    // If the median is NaN, the gradient goes to the elements that are NaN.
+    // If the median is NaN, the gradient is passed to the elements that are NaN.
     const Tensor reached = (x == y).logical_or_(x.isnan().logical_and_(y.isnan()));
     const Tensor share = batch.grad_rows(0, 1) / reached.sum(1, /*keepdim=*/true);
-    // The form of the computation is the same as in eager, because for an infinite gradient the
-    // product and at::where have different results.
+    // As in eager, the product or at::where is used, because these two have different results for
+    // an infinite gradient.
     batch.add(0, multiplies_by_masks(x.device())
                      ? reached * share
                      : at::where(reached, share, at::zeros({}, share.options())));

@@ -29,7 +29,7 @@ struct Form {
   bool batch_first = false;
   int64_t layers = 0;
   int64_t directions = 1;
-  double dropout = 0;  // between layers
+  double dropout = 0;  // probability, between layers
 
   Form(Cell of, at::ArrayRef<c10::IValue> arguments)
       : cell(of),
@@ -50,7 +50,7 @@ struct Form {
   size_t projection(int64_t run) const { return first_param(run) + params_per_run() - 1; }
 };
 
-// The form of a batch and its widths.
+// The form of the layers of a batch, and the widths of the tensors.
 struct Shape : Form {
   int64_t input = 0, hidden = 0, output = 0;  // widths of an input row, of c and of h
 
@@ -110,8 +110,8 @@ bool is_matrix(const Value& v, int64_t rows, int64_t columns) {
   return v.geometry->dim() == 2 && v.geometry->sizes[0] == rows && v.geometry->sizes[1] == columns;
 }
 
-// Adds the weights. Returns false if eager does not accept their sizes. Sets `requires_grad` if any
-// weight other than a projection requires grad.
+// Adds the weights of all runs to `builder`, as operands of the node. Returns false if eager does
+// not accept their sizes. Sets `requires_grad` if any weight other than a projection requires grad.
 bool capture_params(NodeBuilder& builder, Form& form, int64_t input, int64_t hidden, int64_t output,
                     at::ScalarType dtype, bool& requires_grad) {
   const auto params = builder.argument(2).toListRef();
@@ -158,7 +158,7 @@ class RecurrentLayerRule final : public Rule {
     if (x.geometry->dim() != 3 || x.geometry->numel == 0) return false;
     const int64_t length = x.geometry->sizes[form.batch_first ? 1 : 0];
     const int64_t width = x.geometry->sizes[form.batch_first ? 0 : 1];
-    at::DimVector states;  // width, by state
+    at::DimVector states;  // by state: its width
     if (cell_ == Cell::kLstm) {
       if (builder.argument(1).toListRef().size() != 2) return false;
       if (!capture_state(builder, builder.operand(1, 0), form, width, x.dtype, states))
@@ -244,7 +244,7 @@ class RecurrentLayerRule final : public Rule {
     states.add_to(batch);
   }
 
-  // With dropout, runs layer by layer and uses the masks that forward drew.
+  // With dropout, runs the layers one by one, and applies the masks that forward drew.
   std::vector<Tensor> replay(const Signature& signature, at::ArrayRef<Tensor> operands,
                              at::ArrayRef<Tensor> computed) const override {
     Form form(cell_, signature.arguments);
@@ -306,7 +306,8 @@ class RecurrentLayerRule final : public Rule {
     if (c.defined()) batch.output_rows(2, shape.hidden).index_copy_(0, at_places, c);
   }
 
-  // Returns the kept values of the members that a gradient has reached.
+  // Returns the part of `all`, the values that forward kept, for the members that a gradient has
+  // reached.
   static KeptRun rows_reached(const BackwardBatch& batch, const Shape& shape, const KeptRun& all) {
     KeptRun some(batch, shape);
     const Tensor rows =
@@ -316,7 +317,7 @@ class RecurrentLayerRule final : public Rule {
     return some;
   }
 
-  // Gradients of the final and initial states, row by row.
+  // Gradients of the final and initial states of all members, as rows.
   class StateGradients {
    public:
     StateGradients(BackwardBatch& batch, const Shape& shape) {
@@ -346,7 +347,7 @@ class RecurrentLayerRule final : public Rule {
     std::vector<Tensor> final_, initial_;
   };
 
-  // Whether any operand needs the gradient of the input of `layer`.
+  // Whether the gradient of the input of `layer` is needed to compute the gradient of any operand.
   static bool needs_below(BackwardBatch& batch, const Shape& shape, int64_t layer) {
     bool needs = batch.needs(0);
     for (size_t k = 1; layer > 0 && k <= shape.num_states(); ++k) needs = needs || batch.needs(k);

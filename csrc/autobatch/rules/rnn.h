@@ -35,12 +35,12 @@ at::Tensor lstm_output(at::ArrayRef<at::Tensor> operands, const at::Tensor& c);
 
 // The values that backward reads, by packed row.
 struct Trace {
-  at::Tensor gates;        // activated
-  at::Tensor h, c;         // before the step
+  at::Tensor gates;        // the activated gates
+  at::Tensor h, c;         // the states before the step
   at::Tensor extra;        // LSTM: tanh(c) after the step; GRU: h's contribution to the new gate
-  at::Tensor unprojected;  // h before w_hr
+  at::Tensor unprojected;  // h after the step, before the projection by w_hr
 
-  // Returns the trace of these rows.
+  // Returns the values of the packed rows with the numbers `rows`.
   Trace at_rows(const at::Tensor& rows) const;
 };
 
@@ -54,9 +54,9 @@ at::Tensor lstm_step_backward(const Trace& step, const at::Tensor& gh, const at:
                               const at::Tensor& gates);
 
 // Runs the recurrence over the packed rows `x` and writes h after each step to the rows of `y`,
-// which may be columns of a wider tensor. `h` and `c`, by place, contain the initial states and are
-// overwritten by the final states. If `trace` is not null, the function stores the values that
-// backward reads in it.
+// which may be columns of a wider tensor. `h` and `c` contain the initial states and are
+// overwritten with the final states. Their row s is the state of the sequence at place s. If
+// `trace` is not null, the function stores the values that backward needs in `*trace`.
 void run_recurrence(const Packing& packing, const Direction& d, const at::Tensor& x,
                     const at::Tensor& y, const at::Tensor& h, const at::Tensor& c, Trace* trace);
 
@@ -65,12 +65,12 @@ struct GateGradients {
   // Gradient of the input's contribution to the gates, and gradient of h's contribution. Both are
   // the same tensor, except for GRU.
   at::Tensor from_x, from_h;
-  at::Tensor projected;  // of h, if it was projected
+  at::Tensor projected;  // gradient of the projected h; undefined without w_hr
 };
 
-// Computes the backward of run_recurrence. `gy` is the gradient of `y`. `gh` and `gc`, by place,
-// are the gradients of the final states. If `initial` is set, the function overwrites them with the
-// gradients of the initial states.
+// Computes the backward of run_recurrence. `gy` is the gradient of `y`. `gh` and `gc` are the
+// gradients of the final states. Their row s is the gradient for the sequence at place s. If
+// `initial` is set, the function overwrites `gh` and `gc` with the gradients of the initial states.
 GateGradients run_recurrence_backward(const Packing& packing, const Direction& d,
                                       const Trace& trace, const at::Tensor& gy,
                                       const at::Tensor& gh, const at::Tensor& gc, bool initial);

@@ -31,9 +31,9 @@ using at::Tensor;
 
 bool has_gru_kernel(const Tensor& x) { return has_kernel_for("aten::_thnn_fused_gru_cell", x); }
 
-// Adds the weights of lstm_cell or gru_cell as operands after x and the state(s): w_ih [G*H, I],
-// w_hh [G*H, H], b_ih and b_hh [G*H]. Returns false if a weight has other sizes or another dtype,
-// or is the result of a captured op.
+// Adds the weights of lstm_cell or gru_cell to `builder`, as the operands after x and the state(s):
+// w_ih [G*H, I], w_hh [G*H, H], b_ih and b_hh [G*H]. Returns false if a weight has other sizes or
+// another dtype, or is the result of a captured op.
 bool capture_weights(NodeBuilder& builder, size_t first, const Value& x, const Value& h,
                      int64_t gates) {
   const int64_t width = gates * h.geometry->sizes.back();
@@ -106,10 +106,10 @@ std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {
   return batch.given(slot) ? std::optional<Tensor>(batch.single(slot)) : std::nullopt;
 }
 
-// lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'). The operands are x, h, c and the
-// weights. The gates are in PyTorch's order i, f, g, o. The hidden result contains the activated
-// gates. Backward computes tanh(c') again. If tanh(c') were kept, it would be one seventh of the
-// kept values.
+// The rule of lstm_cell(input, hx[2], w_ih, w_hh, b_ih, b_hh) -> (h', c'). The operands are x, h, c
+// and the weights. The gates are in PyTorch's order i, f, g, o. The hidden result contains the
+// activated gates. Backward computes tanh(c') again. If tanh(c') were kept as well, it would be one
+// seventh of all values that are kept.
 class LstmCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }
@@ -184,7 +184,8 @@ class LstmCellRule final : public Rule {
 
  private:
   // Computes the step with ATen ops, for any dtype and device. `through` is the gradient of h' that
-  // must be propagated to c'. It is undefined if `gc` already contains its contribution.
+  // must be propagated to c'. `through` is undefined if `gc` already contains the contribution of
+  // this gradient.
   static Tensor step_backward(const Trace& step, const Tensor& through, const Tensor& gh, Tensor gc,
                               Tensor& g) {
     const auto gate = step.gates.chunk(4, 1);
@@ -232,9 +233,9 @@ class FusedLstmCellRule final : public Rule {
   }
 };
 
-// gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh) -> h'. The operands are x, h and the weights. The
-// gates are r, z and n, where n = tanh(x_n + r * h_n) and h' = n + z * (h - n). The hidden result
-// contains r, z, n and h_n.
+// The rule of gru_cell(input, hx, w_ih, w_hh, b_ih, b_hh) -> h'. The operands are x, h and the
+// weights. The gates are r, z and n, where n = tanh(x_n + r * h_n) and h' = n + z * (h - n). The
+// hidden result contains r, z, n and h_n.
 class GruCellRule final : public Rule {
  public:
   bool heavy() const override { return true; }

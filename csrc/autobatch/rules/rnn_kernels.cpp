@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <numeric>
 
-// At -O2, GCC vectorizes only loops that have this mark.
+// At -O2, GCC vectorizes only loops that have this pragma.
 #ifdef _OPENMP
 #define AUTOBATCH_VECTORIZED _Pragma("omp simd")
 #else
@@ -135,7 +135,7 @@ void lstm_backward(const Trace& trace, const Tensor& gh, const Tensor& gc, const
   });
 }
 
-// Replaces `gh` by the part of the gradient that reaches the previous h directly and not through
+// Replaces `gh` with the part of the gradient that reaches the previous h directly and not through
 // the gates.
 template <class T>
 void gru_backward(const Trace& trace, const Tensor& gh, const Tensor& from_x,
@@ -177,7 +177,7 @@ Trace part(const Trace& t, int64_t begin, int64_t n) {
           part(t.extra, begin, n), part(t.unprojected, begin, n)};
 }
 
-// State that the steps share: buffers whose content is needed within one step only, and copies of
+// Data that all steps use: buffers whose content is needed only within one step, and copies of
 // weights.
 struct Scratch {
   Tensor tanh_c, unprojected, from_h;
@@ -196,7 +196,7 @@ Scratch scratch_for(const Direction& d, int64_t sequences, bool kept) {
 }
 
 // Computes one step. `gates` contains the input's contribution and becomes the activated gates. `h`
-// and `c` are the states of the sequences that have not ended. They are updated in place.
+// and `c` are the states of the sequences that have not ended. Both states are updated in place.
 void lstm_step(const Direction& d, Tensor& gates, Tensor h, const Tensor& c, const Trace& kept,
                const Scratch& scratch) {
   const int64_t n = c.size(0), width = c.size(1);

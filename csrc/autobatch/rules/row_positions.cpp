@@ -71,8 +71,8 @@ std::optional<int64_t> dim_of(const c10::IValue& argument, int64_t rank) {
 class IndexValues {
  public:
   enum class Kind : uint8_t {
-    kInPlace,    // in the operand's own memory, on any device
-    kCopied,     // in a copy of all members' values, int64 on the host
+    kInPlace,    // the values are read in the operand's own memory, on any device
+    kCopied,     // the values are read in a copy of all members' values, int64 on the host
     kPositions,  // each value is replaced by its position among all members' values, on the host
   };
 
@@ -113,7 +113,7 @@ class IndexValues {
 
   BatchView& batch_;
   size_t slot_;
-  Tensor copy_;  // unless the values are read in place
+  Tensor copy_;  // undefined if the values are read in place
   const int64_t* next_ = nullptr;
 };
 
@@ -171,13 +171,15 @@ struct AllLookups {
 
 // --- on the host ---
 
-using Offsets = c10::SmallVector<int64_t, 2>;  // by list: the offset in its values
+// By list: the offset of an index in the list's values.
+using Offsets = c10::SmallVector<int64_t, 2>;
 
 const int64_t* values_of(const RowLookups::List& list) {
   return static_cast<const int64_t*>(list.values);
 }
 
-// Writes the rows of one member. The indices of the member must be int64 in host memory.
+// Writes the row numbers of all lookups of one member. The indices of the member must be int64 in
+// host memory.
 class RowWriter {
  public:
   RowWriter(const RowLookups& lookups, bool from_end) : lookups_(lookups), from_end_(from_end) {}
@@ -327,7 +329,7 @@ std::optional<RowIndexing> capture_index(NodeBuilder& builder, Kind kind, size_t
   if (!builder.is_tensor(index)) return std::nullopt;
   const auto at = dim_of(builder.argument(dim), builder.operand_value(0).geometry->dim());
   if (!at.has_value() || !is_integral(builder.operand(index))) return std::nullopt;
-  // The argument may count from the end, so its meaning depends on the rank.
+  // The dimension may be negative, so its meaning depends on the rank of x.
   builder.key(static_cast<uint64_t>(builder.operand_value(0).geometry->dim()) << 32 |
               static_cast<uint64_t>(*at));
   builder.key(dtype_word(builder.operand_value(1)));

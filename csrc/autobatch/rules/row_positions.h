@@ -21,15 +21,15 @@ struct RowIndexing {
   bool from_end = false;  // whether negative indices count from the end
 };
 
-// Geometries of the index operands, in capture or in a batch.
+// Geometries of the index operands of a call that is being captured, or of a member of a batch.
 using IndexGeometries = c10::SmallVector<const Geometry*, 2>;
 
 // Returns the number of elements in a row of x. For kEach, the row includes trailing dimensions
 // along which the index is expanded.
 int64_t row_width(const RowIndexing& indexing, const Geometry& x, const IndexGeometries& indices);
-// Returns the number of elements in a row of a batch, or 1 if members differ. During capture, all
-// members have the same width. After capture, a read may replace an expanded index by a copy that
-// is not expanded (split_graph.cpp).
+// Returns the number of elements in a row of a batch, or 1 if the row widths of the members differ.
+// During capture, all members have the same width. After capture, a read may replace an expanded
+// index by a copy that is not expanded (split_graph.cpp).
 int64_t row_width(const RowIndexing& indexing, const BatchView& batch);
 
 // Returns the sizes of the result of a lookup in x: the sizes of the lookups, followed by the sizes
@@ -45,8 +45,8 @@ std::optional<std::vector<int64_t>> lookup_sizes(const RowIndexing& indexing, co
 std::optional<RowIndexing> capture_index(NodeBuilder& builder, RowIndexing::Kind kind, size_t dim,
                                          size_t index);
 std::optional<RowIndexing> capture_list(NodeBuilder& builder, size_t list);
-// Return the indexing of a batch. capture_index or capture_list has captured the calls of the
-// batch.
+// Return the indexing of a batch whose calls were captured by capture_index (indexing_of) or
+// capture_list (indexing_of_list).
 RowIndexing indexing_of(const BatchView& batch, RowIndexing::Kind kind, size_t dim);
 RowIndexing indexing_of_list(const BatchView& batch);
 

@@ -116,9 +116,9 @@ int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
 
 namespace {
 
-// Returns the dimension along which rows are counted. This is the first dimension in most cases. If
-// all dimensions before the second-to-last one have size 1, it is the second-to-last dimension. An
-// example is [1, T, d] in a minibatch of size 1.
+// Returns the dimension along which rows are counted. In most cases, this is the first dimension.
+// If all dimensions before the second-to-last dimension have size 1, rows are counted along the
+// second-to-last dimension. An example is [1, T, d] in a minibatch of size 1.
 size_t row_dim(at::IntArrayRef sizes) {
   const size_t last = sizes.size() < 2 ? 0 : sizes.size() - 2;
   return c10::multiply_integers(sizes.begin(), sizes.begin() + last) == 1 ? last : 0;
@@ -133,8 +133,8 @@ Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, 
   for (const Geometry* g : operands) {
     elements = elements && repeats_along(*g, sizes);
     for (size_t d = along + 1; d < sizes.size(); ++d) {
-      // The size along rows is not compared, because [T, d] * [T, 1] must have the same spread for
-      // T = 1 and for larger T.
+      // The number of rows is not compared, because [T, d] * [T, 1] must have the same spread for T
+      // = 1 and for larger T.
       if (g->sizes.size() == sizes.size() && g->sizes[d] != sizes[d]) elements = false;
       rows = rows && aligned_size(*g, sizes.size(), d) != 0;
     }
@@ -163,7 +163,7 @@ bool one_value(const BatchView& batch, size_t slot) {
 
 namespace {
 
-// Returns the sizes of a row of the operand of member m. They are aligned with the dimensions of
+// Returns the sizes of a row of member m's operand. The sizes are aligned with the dimensions of
 // the result.
 at::DimVector row_sizes(const BatchView& batch, size_t slot, int64_t m = 0) {
   const auto& result = batch.result_value(m, 0).geometry->sizes;
@@ -185,8 +185,8 @@ bool has_rows_of_one_size(const BatchView& batch) {
   return true;
 }
 
-// Returns for each row of the operand how often the call uses the row. The call uses a row once, or
-// once for each row of the member's result.
+// Returns, for each row of operand `slot`, how often the call uses the row. The call uses a row
+// once, or once for each row of the member's result.
 Counts row_counts(const BatchView& batch, size_t slot) {
   const size_t along = row_dim(batch.result_value(0, 0).geometry->sizes);
   Counts counts;

@@ -39,7 +39,7 @@ class RowsCall : public Rule {
 // without leading sizes of 1, are the last sizes of `large`.
 bool repeats_along(const Geometry& small, at::IntArrayRef large);
 
-// The ways to run an elementwise op over instances of any sizes. The cheapest way comes first.
+// The ways to run an elementwise op over instances of any sizes, in order of increasing cost.
 enum class Spread : uint8_t {
   kElements,  // element by element, each operand repeated as a whole
   kRows,      // row by row, with broadcasting within a row; all rows have the same sizes
@@ -48,7 +48,7 @@ enum class Spread : uint8_t {
 // `sizes`: sizes of the result. `row_major`: whether the result is row-major in memory.
 Spread spread_of(at::ArrayRef<const Geometry*> operands, at::IntArrayRef sizes, bool row_major);
 // Returns the spread of a batch. `operands` are the operands of the first member. The spread of the
-// batch is the spread of the first member, or kExpanded if the rows of some members have other
+// batch is the spread of the first member, or kExpanded if the members have rows of different
 // sizes.
 Spread spread_in(const BatchView& batch, at::ArrayRef<const Geometry*> operands, bool row_major);
 // Appends to the key the properties that must be equal in all members of a batch with this spread.
@@ -64,9 +64,9 @@ void add_expanded(BackwardBatch& batch, size_t slot, const at::Tensor& gradient)
 at::Tensor results_in_order(BackwardBatch& batch);
 at::Tensor gradients_in_order(BackwardBatch& batch);
 
-// For elementwise ops whose operand has the sizes of the result. Return the operands of all
+// Used for elementwise ops whose operand has the sizes of the result. Return the operands of all
 // members, the results, or the gradients of the results. The returned tensor is [n, *sizes] if the
-// results are uniform, else 1-D in the order of the results' memory.
+// results are uniform. Otherwise it is 1-D, in the order of the results' memory.
 at::Tensor elements(BatchView& batch, size_t slot);
 at::Tensor elements_of_results(BackwardBatch& batch);
 at::Tensor elements_of_gradients(BackwardBatch& batch);

@@ -63,9 +63,9 @@ class Rule {
     return from;
   }
 
-  // Whether result `k` depends on operand `slot`, so that its gradient reaches the operand. The
-  // results of a cell's subgraph may depend on different operands. Ops that no gradient reaches
-  // must not run in backward.
+  // Whether result `k` depends on operand `slot`. If so, the gradient of the result reaches the
+  // operand. The results of a cell's subgraph may depend on different operands. Ops that no
+  // gradient reaches must not run in backward.
   virtual bool depends(uint32_t k, size_t slot) const {
     (void)k, (void)slot;
     return true;
@@ -78,7 +78,7 @@ class Rule {
   // A vector, such as the bias of a matrix product, that forward adds to columns of result 0.
   struct Addend {
     size_t slot = 0;
-    int64_t first = 0, width = 0;  // columns
+    int64_t first = 0, width = 0;  // first column, number of columns
     int64_t row = 0;               // number of elements in a row of the result
   };
   // Returns the vectors that an elementwise program can add instead of forward. The program is the
@@ -87,7 +87,7 @@ class Rule {
     (void)tape, (void)node;
     return {};
   }
-  // Returns the subgraph if this is the rule of a cell's subgraph. Otherwise returns null.
+  // If this is the rule of a cell's subgraph, returns the subgraph. Otherwise returns null.
   virtual const Subgraph* subgraph() const { return nullptr; }
 
   // Whether a batch is as expensive as a matrix product. The schedule resolves ties between
@@ -98,8 +98,8 @@ class Rule {
   // Whether eager saves values for backward. If so, a second backward without retain_graph is an
   // error.
   virtual bool saves() const { return true; }
-  // Whether backward reads the operand's value. If so, the value is kept until backward, and
-  // writing to the value before backward is an error.
+  // Whether backward reads the value of operand `slot`. If so, the value is kept until backward,
+  // and a write to the value before backward is an error.
   virtual bool reads(size_t slot) const {
     (void)slot;
     return true;
@@ -110,13 +110,13 @@ class Rule {
     (void)k;
     return true;
   }
-  // Whether a batch runs as one matrix product if all members read the same value in this operand.
+  // Whether a batch runs as one matrix product if operand `slot` is the same value in all members.
   virtual bool gains_if_shared(size_t slot) const {
     (void)slot;
     return false;
   }
-  // Whether the rule accesses its operands and their gradients only region by region. If so, they
-  // need not be gathered.
+  // Whether the rule accesses its operands and their gradients only region by region. If so, the
+  // operands and gradients need not be gathered.
   virtual bool copies_regions() const { return false; }
   // Whether the rule calls its kernels below autograd. If so, autograd does not record the calls.
   virtual bool below_autograd() const { return true; }
@@ -134,8 +134,8 @@ class Rule {
 
 // The rule of `cat`.
 const Rule& cat_rule();
-// Runs a batch as one call under functorch's batching rules. If this is impossible, loop_rule()
-// runs the batch.
+// Runs a batch as one call under functorch's batching rules. If functorch cannot run the batch,
+// loop_rule() runs it.
 const Rule& functorch_rule();
 // Runs a batch as one call per member.
 const Rule& loop_rule();
@@ -183,7 +183,7 @@ RuleTable generic_exceptions();  // for ops that need a generic rule other than 
 // Helpers that several families use.
 
 inline uint64_t dtype_word(const Value& value) { return static_cast<uint64_t>(value.dtype); }
-// Whether the dimensions are in row-major order. Gaps in memory are allowed. For a row-major
+// Whether the dimensions are in row-major order. There may be gaps in memory. For a row-major
 // operand, eager's kernels return a contiguous result.
 inline bool row_major(const Value& value) { return value.geometry->canonical->contiguous; }
 inline bool is_float(const Value& value) { return c10::isFloatingType(value.dtype); }

@@ -29,7 +29,8 @@ struct ScatterOp {
   bool in_list = false;  // whether the indices are a list of tensors
 };
 
-// Arguments: (x, dim, index, source or a number, ...), or (x, indices, values, accumulate).
+// The arguments of the ops are (x, dim, index, source or a number, ...), or (x, indices, values,
+// accumulate).
 const ScatterOp kOps[] = {
     {"aten::index_add", Kind::kLists, Effect::kAdd},
     {"aten::index_copy", Kind::kLists, Effect::kWrite},
@@ -44,13 +45,13 @@ const ScatterOp kOps[] = {
     {"aten::index_put", Kind::kLists, Effect::kWrite, true},
 };
 
-// --- shared by the rules ---
+// --- functions that all rules of this file use ---
 
 bool is_fill(const ScatterOp& entry) {
   return std::string_view(entry.op) == "aten::index_fill.int_Scalar";
 }
 
-// Whether eager's result has the strides of x. The results of the other ops are row-major.
+// Whether eager's result has the strides of x. The results of all other ops are row-major.
 bool is_laid_out_as_x(const ScatterOp& entry) { return entry.in_list || is_fill(entry); }
 
 // Whether a source is valid although its sizes differ from the sizes of the lookups. index_put
@@ -127,7 +128,7 @@ struct Rows {
   }
   int64_t width = 1;
   int64_t count = 0;
-  std::vector<int64_t> first;    // by member
+  std::vector<int64_t> first;    // by member: index of the first row of its tensor x
   Tensor positions;              // by row of the source: the row of x that the op writes to
   std::optional<size_t> source;  // slot of the source operand
 };
@@ -303,9 +304,9 @@ class ScatterReduceRule final : public RowsCall {
 
 // --- segments of given lengths ---
 
-// segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial), where `axis` is 0
-// and `lengths` is given. One call computes the results from the concatenated data and lengths of
-// all members.
+// The rule of segment_reduce(data, reduce, lengths, indices, offsets, axis, unsafe, initial), where
+// `axis` is 0 and `lengths` is given. One call computes the results from the concatenated data and
+// lengths of all members.
 class SegmentReduceRule final : public RowsCall {
  public:
   bool infers() const override { return false; }
@@ -349,8 +350,8 @@ class SegmentReduceRule final : public RowsCall {
 
  private:
   // Checks the lengths of each member and returns the lengths of all members. The check is
-  // necessary because the call for all members checks only the total. Otherwise, the lengths of one
-  // member could cover rows of another member.
+  // necessary because the call for all members checks only the total. Without the check, the
+  // lengths of one member could cover rows of another member.
   static Tensor checked_lengths(BatchView& batch) {
     const Tensor lengths = batch.flat(1);
     const int64_t* at = lengths.const_data_ptr<int64_t>();

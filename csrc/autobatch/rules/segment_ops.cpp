@@ -1,7 +1,7 @@
 // Reductions and scans over a range of dimensions, for instances of any length. An instance is
-// viewed as rows of `inner` elements (the dimensions after the range, or the last one of these). A
-// segment consists of consecutive rows, one for each position in the range. Each position in the
-// dimensions before the range has one segment.
+// viewed as rows of `inner` elements. A row consists of the elements of the dimensions after the
+// range, or of only the last of these dimensions. A segment consists of consecutive rows, one for
+// each position in the range. Each position in the dimensions before the range has one segment.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/kernels/segment_softmax.h"
@@ -22,8 +22,8 @@ using at::Tensor;
 // --- segments ---
 
 struct Segments {
-  Counts counts;     // rows, by segment
-  Counts instances;  // segments, by instance
+  Counts counts;     // by segment: number of rows
+  Counts instances;  // by instance: number of segments
   int64_t inner = 1;
   bool equal = true;   // whether all segments have one length
   bool moved = false;  // whether the rows are in the order of rows_by_segment()
@@ -76,11 +76,11 @@ enum class Types : uint8_t { kFloat, kAny, kSum, kIndex, kBool };
 
 struct SegmentOp {
   const char* op;
-  int dims;     // argument number, or -1: all dimensions
-  int keepdim;  // argument number, or -1: false
+  int dims;     // argument number, or -1 if all dimensions are reduced
+  int keepdim;  // argument number, or -1 if there is no such argument
   int dtype;    // number of an argument that must be None or the operand's dtype, or -1
   Types types;
-  bool reduces;  // whether the result has one row per segment; otherwise one per row
+  bool reduces;  // whether the result has one row per segment, and not one per row of x
   bool empty;    // whether a segment may have no rows
   Saves saves;
   void (*forward)(std::vector<Tensor>& outs, const Tensor& x, const Segments& s,
@@ -210,7 +210,7 @@ Tensor deviation_gradient(const Tensor& g, const Tensor& x, const Tensor& y, con
 void norm(Tensor& out, const Tensor& x, const Segments& s) {
   s.sum_into(x.square(), out);
   out.sqrt_();
-  // For a single row, returns the absolute value as eager does, because the square may overflow or
+  // The norm of a single row is its absolute value, as in eager, because the square may overflow or
   // underflow.
   int64_t row = 0;
   for (int64_t i = 0; i < s.size(); row += s.counts[i++]) {
@@ -222,7 +222,7 @@ Tensor norm_gradient(const Tensor& g, const Tensor& x, const Tensor& y, const Se
   return x * s.repeat((g / y).masked_fill_(y.eq(0), 0));
 }
 
-// Rotates the rows of each segment by `shift` positions.
+// Returns the rows, rotated by `shift` positions within each segment.
 Tensor rolled(const Tensor& rows, const Segments& s, int64_t shift) {
   const Tensor order = at::empty({rows.size(0)}, at::kLong);
   int64_t* at = order.mutable_data_ptr<int64_t>();
@@ -255,7 +255,8 @@ int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
       GRADIENT(s.repeat(g) * product_gradient(x, s.counts, s.instances, whole))
 
 const SegmentOp kOps[] = {
-    // name, dims, keepdim, dtype, types, reduces, empty, saves, forward and backward
+    // The columns are name, dims, keepdim, dtype, types, reduces, empty, saves, forward and
+    // backward.
     {"aten::sum", -1, -1, 1, Types::kSum, true, true, Saves::kNothing, SUM},
     {"aten::sum.dim_IntList", 1, 2, 3, Types::kSum, true, true, Saves::kNothing, SUM},
     {"aten::mean", -1, -1, 1, Types::kFloat, true, true, Saves::kNothing, MEAN},
@@ -350,7 +351,7 @@ class SegmentRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     const Segments s = segments(batch);
-    Tensor x;  // undefined if the gradient does not need it, as it may be freed
+    Tensor x;  // undefined if not needed, because the values may be freed
     std::vector<Tensor> results;
     if (reads(0)) x = rows(batch, s);
     if (entry_.saves == Saves::kResult || entry_.saves == Saves::kBoth) {
@@ -392,7 +393,7 @@ class SegmentRule final : public Rule {
     return op == "aten::softmax.int" || op == "aten::log_softmax.int";
   }
 
-  // Returns the range of dimensions of the call, or nothing if they are not adjacent.
+  // Returns the range of dimensions of the call, or nothing if the dimensions are not adjacent.
   template <class List>
   std::optional<Range> range_of(const List& arguments, int64_t rank) const {
     std::vector<int64_t> dims;

@@ -11,7 +11,8 @@ namespace {
 
 using at::Tensor;
 
-// Moves the entries of the range behind the entries of all inner dimensions except the last one.
+// `entries` has one entry for each dimension. Moves the entries of the range after the entries of
+// all inner dimensions except the last one.
 at::DimVector by_segment(at::IntArrayRef entries, const Range& range) {
   at::DimVector moved(entries.begin(), entries.end());
   std::rotate(moved.begin() + range.first, moved.begin() + range.last, moved.end() - 1);

@@ -31,7 +31,8 @@ struct Range {
 // dimensions except the last one, range, last dimension. In this order a segment consists of
 // consecutive rows, and a row has the size of the last dimension.
 
-// Returns the rows of operand 0 of all members in this order. Shape: [rows, last size].
+// Returns the rows of operand 0 of all members in the order of segments (see above). The shape is
+// [rows, last size].
 at::Tensor rows_by_segment(const BatchView& batch, const Range& range);
 // Returns the rows of a tensor that has the shape and order of rows_by_segment() in the order of
 // the operands' dimensions.

@@ -32,7 +32,8 @@ const at::SparseTensorImpl& coo_impl(const Tensor& matrix) {
   return *static_cast<const at::SparseTensorImpl*>(matrix.unsafeGetTensorImpl());
 }
 
-// Whether entries_of() supports the layout, and the entries are numbers and not tensors.
+// Whether entries_of() supports the layout of the matrix, and the entries are numbers and not
+// tensors.
 bool has_scalar_entries(const Tensor& matrix) {
   if (matrix.layout() == c10::kSparse) {
     return coo_impl(matrix).dense_dim() == 0;
@@ -93,7 +94,7 @@ void check_indices(const int64_t* indices, int64_t count, int64_t size) {
   TORCH_CHECK_INDEX(valid, "torch_autobatch: an index of a sparse matrix is out of range");
 }
 
-// sparse_product(indices [2, n], values [n], x [m, ...], size) -> [size, ...]
+// The rule of sparse_product(indices [2, n], values [n], x [m, ...], size) -> [size, ...].
 class SparseProductRule final : public Rule {
  public:
   bool reads(size_t slot) const override { return slot != kDense; }
@@ -151,8 +152,8 @@ class SparseProductRule final : public Rule {
     return batch.result_value(m, 0).geometry->sizes[0];
   }
 
-  // Multiplies the members' matrices by the rows `x`. If `transposed` is set, multiplies the
-  // transposed matrices by `x`.
+  // Multiplies each member's matrix, or the transposed matrix if `transposed` is set, by the
+  // member's rows of `x`.
   static void multiply(BatchView& batch, const Tensor& x, bool transposed, Tensor& out) {
     const Tensor indices = batch.flat(kIndices), values = batch.flat(kValues);
     out.zero_();

@@ -16,7 +16,7 @@ using torch::jit::Stack;
 enum class Tail : uint8_t {
   kDim,     // the dimension in `argument` and all later ones
   kDims,    // the first dimension of the list in `argument` and all later ones
-  kShape,   // one for each element of the list in `argument`
+  kShape,   // one dimension for each element of the list in `argument`
   kMatrix,  // the last two dimensions, which are matrices
 };
 
@@ -132,7 +132,7 @@ class TailRule final : public RowsCall {
     at::DimVector sizes(x.sizes.begin(), x.sizes.begin() + leading);
     sizes.append(inferred->sizes.begin() + leading, inferred->sizes.end());
     if (entry_.tail != Tail::kMatrix) return builder.graph().geometries().intern_contiguous(sizes);
-    // The matrices of a result may be column-major. They are adjacent in memory.
+    // The matrices of a result may be column-major, but they are adjacent in memory.
     const at::DimVector strides = strides_of(*inferred, leading, sizes);
     if (strides_of(*inferred, leading, inferred->sizes) != at::IntArrayRef(inferred->strides)) {
       return nullptr;
@@ -196,7 +196,7 @@ class TailRule final : public RowsCall {
   }
 
   // Returns the number of trailing dimensions that the op works on. Returns 0 if the number is
-  // unknown, and the rank or more if the op works on all dimensions.
+  // unknown. If the op works on all dimensions, returns the rank or a larger number.
   int64_t tail_of(const c10::IValue& argument, int64_t rank) const {
     const auto from = [&](int64_t d) { return d < 0 ? -d : rank - d; };
     switch (entry_.tail) {

@@ -1,4 +1,4 @@
-// tril and triu, for matrices of any size.
+// The rules of tril and triu, for matrices of any size.
 #include "autobatch/common/device_traits.h"
 #include "autobatch/rules/rule.h"
 

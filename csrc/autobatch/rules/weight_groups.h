@@ -1,5 +1,6 @@
-// Batches whose members have different weights. Members are sorted by weight, and there is one call
-// for each weight. The functions in merge_by_weight.h decide which batches are joined in this way.
+// Runs batches whose members have different weights. The members of a batch are sorted by weight,
+// and the rule makes one call for each weight. The functions in merge_by_weight.h decide which
+// batches are merged into one.
 #pragma once
 
 #include "autobatch/rules/backward_batch.h"
@@ -20,8 +21,8 @@ class WeightGroups {
   ~WeightGroups() = default;
 };
 
-// The members [first, first + count) of a batch, and the rows of these members. The members share
-// their weights.
+// The members [first, first + count) of a batch, and the rows of these members. These members have
+// the same weights.
 struct WeightGroup {
   int64_t first, count;
   int64_t first_row, rows;
@@ -30,14 +31,14 @@ struct WeightGroup {
 };
 // Returns the groups of the batch. `width`: number of elements in a row of the operand at `slot`.
 std::vector<WeightGroup> weight_groups(const BatchView& batch, size_t slot, int64_t width);
-// Whether all members share their weights. Comparing the first and the last member is enough,
-// because members are sorted by weight.
+// Whether all members have the same weights. It is enough to compare the first member with the last
+// member, because members are sorted by weight.
 inline bool is_one_group(const BatchView& batch) {
   return batch.node(0).signature == batch.node(batch.size() - 1).signature;
 }
 
 // regions_of_group returns the operand regions of a group's members. part_of_group returns the part
-// of `batch` with the group's members. The part refers to `members`, which must outlive it.
+// of `batch` with the group's members. The part refers to `members`, which must outlive the part.
 Regions regions_of_group(const BatchView& batch, size_t slot, const WeightGroup& group);
 BackwardBatch part_of_group(BackwardBatch& batch, const WeightGroup& group,
                             std::vector<NodeId>& members);

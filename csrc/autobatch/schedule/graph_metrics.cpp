@@ -19,8 +19,8 @@ std::vector<uint32_t> node_depths(const ScheduleInput& graph) {
 Consumers find_consumers(const ScheduleInput& graph) {
   // At first, begin[p + 2] counts the consumers of node p. After the partial sums, begin[p + 1] is
   // the offset of p's list. Each consumer that is added to the list increments begin[p + 1]. At the
-  // end, begin[p + 1] is the offset of the next list, and begin[p] is the offset of p's list. The
-  // vector needs one additional entry for this.
+  // end, begin[p + 1] is the offset of the next list, and begin[p] is the offset of p's list.
+  // Therefore the vector has one additional entry.
   Consumers consumers{std::vector<uint32_t>(graph.num_nodes() + 2),
                       std::vector<uint32_t>(graph.inputs.size())};
   for (const uint32_t producer : graph.inputs) ++consumers.begin[producer + 2];

@@ -14,7 +14,7 @@ std::vector<uint32_t> node_depths(const ScheduleInput& graph);
 
 struct Consumers {
   std::vector<uint32_t> begin;  // [nodes + 2] offsets into `node`
-  std::vector<uint32_t> node;   // one entry per edge, ascending for each producer
+  std::vector<uint32_t> node;   // consumer of each edge; ascending for each producer
 
   std::span<const uint32_t> of(uint32_t producer) const {
     return std::span(node).subspan(begin[producer], begin[producer + 1] - begin[producer]);
@@ -30,7 +30,7 @@ std::vector<uint32_t> find_repeated(const ScheduleInput& graph);
 // enough to share reads of the edges, and small enough that the counts of 40,000 nodes stay in the
 // cache.
 constexpr size_t kBlock = 8;
-using Counts = std::array<uint32_t, kBlock>;  // by position in the block of signatures
+using Counts = std::array<uint32_t, kBlock>;  // one count per signature of the block
 
 // Returns a schedule that ED-Batch's heuristic finds. The heuristic walks over the graph from the
 // sinks or from the sources.

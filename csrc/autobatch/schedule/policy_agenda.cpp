@@ -40,9 +40,9 @@ std::vector<uint32_t> by_mean_depth(const ScheduleInput& graph) {
   return result;
 }
 
-// One run of the agenda. All signatures share one array for ready nodes, and each signature has its
-// own range in it. The range has room for all nodes of the signature, so no memory is allocated for
-// a node or a batch.
+// One run of the policy `agenda`. All signatures share one array of ready nodes, and each signature
+// has a separate range of this array. The range has room for all nodes of the signature, so no
+// memory is allocated for a node or a batch.
 class Agenda {
  public:
   explicit Agenda(const ScheduleInput& graph)
@@ -129,14 +129,14 @@ class Agenda {
 
   const ScheduleInput& graph_;
   const Consumers consumers_;
-  const std::vector<uint32_t> preferred_;  // by rank
-  std::vector<Queue> queues_;              // by signature
+  const std::vector<uint32_t> preferred_;  // signatures, by rank
+  std::vector<Queue> queues_;              // one queue per signature
   std::vector<uint32_t> ready_;
-  std::vector<uint32_t> waiting_for_;  // number of producers that have not run
+  std::vector<uint32_t> waiting_for_;  // by node: number of producers that have not run
   std::vector<uint32_t> alone_;        // unbatchable nodes that are ready or have run
   size_t alone_done_ = 0;
-  // The ranks of the queues that are not empty. This queue changes once or twice per batch, not
-  // once per node.
+  // The ranks of the queues that are not empty. The priority queue changes once or twice per batch,
+  // and not once per node.
   std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> ready_ranks_;
   Schedule schedule_;
 };

@@ -11,7 +11,7 @@
 namespace autobatch {
 namespace {
 
-enum class Candidate : uint8_t { kAgenda, kSinks, kSources, kDepth };  // cheapest first
+enum class Candidate : uint8_t { kAgenda, kSinks, kSources, kDepth };  // sorted by increasing cost
 constexpr Candidate kCandidates[] = {Candidate::kAgenda, Candidate::kSinks, Candidate::kSources,
                                      Candidate::kDepth};
 
@@ -59,13 +59,13 @@ Schedule one_by_one(uint32_t nodes) {
 class BestCandidates {
  public:
   static BestCandidates& get() {
-    static auto* best = new BestCandidates();  // flushes may run until the process ends
+    static auto* best = new BestCandidates();  // never destroyed: flushes may run at exit
     return *best;
   }
 
   // Returns the best candidate of the family, or null if the candidates must be compared. A few
-  // graphs may differ from the rest of a family. Therefore the candidates are compared for the 1st,
-  // 2nd, 4th, ... graph of a family and for every 64th graph.
+  // graphs may differ from the other graphs of a family. Therefore the candidates are compared for
+  // the 1st, 2nd, 4th, ... graph of a family and for every 64th graph.
   const Candidate* find(uint64_t family) {
     const std::lock_guard lock(mutex_);
     const auto found = families_.find(family);

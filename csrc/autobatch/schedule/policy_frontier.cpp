@@ -34,13 +34,13 @@ class Walk {
 // The data of one node during a run. The data is in one struct, because nodes are visited in an
 // irregular order.
 struct Waiting {
-  uint32_t edges = 0;  // edges from nodes that have not run; after the node has run: its batch
+  uint32_t edges = 0;  // edges from nodes that have not run; once the node runs: its batch number
   uint32_t signature = 0;
   uint32_t level = 0;  // largest number of nodes of its signature before it on one path
 };
 
-// The nodes of one signature that have not run. All signatures share one array for ready nodes, and
-// each signature has its own range in it.
+// The nodes of one signature that have not run. All signatures share one array of ready nodes, and
+// each signature has a separate range of this array.
 struct Kind {
   uint32_t first_ready = 0, end_ready = 0;
   uint32_t lowest = 0;            // lowest level that has nodes left
@@ -127,7 +127,7 @@ class OwnLevels {
   const ScheduleInput& graph_;
   const Walk& walk_;
   Waiting* nodes_;
-  PooledArray<Counts> on_path_;           // most nodes of each signature on a path to the node
+  PooledArray<Counts> on_path_;           // by node: largest numbers of nodes on a path to the node
   std::array<Counts, kBlock + 1> one_{};  // entry i is 1 at position i; the last entry is 0
 };
 
@@ -246,8 +246,8 @@ class Frontier {
     }
   }
 
-  // Nodes become ready in any order. Distributing the nodes to the batches by node number restores
-  // the capture order within each batch.
+  // Returns the schedule. The nodes of a batch may have become ready in any order. This function
+  // adds the nodes to their batches in order of node number, so each batch is in capture order.
   Schedule in_execution_order() {
     Schedule schedule;
     schedule.reaches_bound = sizes_.size() == bound_;
@@ -269,11 +269,11 @@ class Frontier {
   const ScheduleInput& graph_;
   const Walk walk_;
   PooledArray<Waiting> nodes_;
-  std::vector<Kind> kinds_;          // by signature
+  std::vector<Kind> kinds_;          // one Kind per signature
   std::vector<uint32_t> available_;  // signatures that have ready nodes
   PooledArray<uint32_t> ready_;
   std::vector<uint32_t> alone_;  // unbatchable nodes that are ready
-  std::vector<uint32_t> sizes_;  // by batch
+  std::vector<uint32_t> sizes_;  // by batch: number of its nodes
   size_t bound_ = 0;             // lower_bound(graph)
 };
 

@@ -13,7 +13,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kMostBytes = size_t{1} << 23;  // for all cached schedules: about 300,000 nodes
+constexpr size_t kMostBytes = size_t{1} << 23;  // limit of all schedules, about 300,000 nodes
 
 // Computes four independent chains, because each step of a chain has to wait for the previous step.
 uint64_t hash_of(std::span<const uint32_t> words, uint64_t start) {
@@ -91,7 +91,7 @@ class Kept {
 class Schedules {
  public:
   static Schedules& get() {
-    static auto* schedules = new Schedules();  // flushes may run until the process ends
+    static auto* schedules = new Schedules();  // never destroyed: flushes may run at exit
     return *schedules;
   }
 
@@ -127,8 +127,8 @@ class Schedules {
  private:
   std::mutex mutex_;
   std::array<uint64_t, 1024> seen_{};  // a hash h is stored at index h % size
-  std::list<Kept> kept_;               // oldest first
-  std::unordered_map<uint64_t, std::list<Kept>::iterator> index_;  // by hash
+  std::list<Kept> kept_;               // the oldest schedule is first
+  std::unordered_map<uint64_t, std::list<Kept>::iterator> index_;  // key: hash
   size_t bytes_ = 0;
 };
 

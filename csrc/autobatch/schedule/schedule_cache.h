@@ -12,8 +12,8 @@
 
 namespace autobatch {
 
-// Returns the graph's schedule: the cached one, or the result of `schedule`. The result is cached
-// when a structure occurs for the second time. Thread-safe.
+// Returns the cached schedule of the graph, or the result of `schedule`. The result is cached when
+// a structure occurs for the second time. The function is thread-safe.
 Schedule reuse_schedule(const ScheduleInput& graph, const std::function<Schedule()>& schedule);
 
 // Drops all cached schedules. Returns the number of bytes that the schedules occupied.

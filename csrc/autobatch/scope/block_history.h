@@ -19,12 +19,12 @@ class BlockHistory {
   using Clock = Trials::Clock;
 
   // Begins a block and returns whether it is deferred. `identity` is called only if needed, because
-  // it takes longer than a short block.
+  // the call takes longer than a short block.
   bool pays(const Trials::Identity& identity, Clock::time_point now = Clock::now());
   // Ends the block that began last.
   void end(Clock::time_point now = Clock::now()) { took_ = now - began_; }
-  // Records a block that flushed. `paid`: whether deferring it was worth its cost. `calls` is the
-  // number of calls that the block made.
+  // Records a block that flushed. `paid` tells whether deferring the block was worth its cost.
+  // `calls` is the number of calls that the block made.
   void add(bool paid, uint64_t calls);
   // Largest number of calls made by a block that was not worth deferring.
   uint64_t most_calls() const { return most_calls_; }
@@ -36,9 +36,9 @@ class BlockHistory {
  private:
   uint32_t losses_ = 0;  // consecutive blocks that were not worth deferring
   uint64_t most_calls_ = 0;
-  uint32_t paused_ = 0;   // blocks since the last trial
+  uint32_t paused_ = 0;   // number of blocks since the last trial
   uint64_t loser_ = 0;    // identity of the blocks that were not worth deferring
-  uint32_t changes_ = 0;  // identity changes since a block was worth deferring
+  uint32_t changes_ = 0;  // number of identity changes since a block was worth deferring
   Clock::time_point began_;
   Clock::duration took_{};  // duration of the last block
 };

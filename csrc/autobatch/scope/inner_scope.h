@@ -20,7 +20,7 @@ class AUTOBATCH_INTERNAL InnerScope {
   InnerScope(const InnerScope&) = delete;
   InnerScope& operator=(const InnerScope&) = delete;
 
-  // Computes all pending tensors and closes the scope. Raises errors of ops.
+  // Computes all pending tensors and closes the scope. Raises the errors of captured ops.
   void finish() { close(false); }
 
  private:

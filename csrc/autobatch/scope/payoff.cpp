@@ -21,7 +21,7 @@ constexpr double kNode = 1;    // cost of capturing a node
 constexpr double kFlush = 12;
 constexpr double kBackward = 4;  // time saved by a node whose backward is batched
 constexpr double kLost = -60, kMostSaved = 240;
-constexpr uint64_t kShortest = 256, kLongest = 4096, kForGood = uint64_t{1} << 60;  // calls
+constexpr uint64_t kShortest = 256, kLongest = 4096, kForGood = uint64_t{1} << 60;  // in calls
 
 }  // namespace
 
@@ -141,7 +141,7 @@ void Scope::begin_block(std::shared_ptr<BlockHistory> history,
 
 bool Scope::begin_map(std::shared_ptr<BlockHistory> history,
                       const std::function<uint64_t()>& identity) {
-  if (depth_ != 1) return is_eager_;  // the same as in the enclosing block
+  if (depth_ != 1) return is_eager_;  // a map inside a block runs like the block
   // The history is null if map was not called from the program's own code
   // (`threading.Thread(target=ab.map, ...)`).
   if (verifier_ != nullptr || history_ != nullptr || history == nullptr) return false;

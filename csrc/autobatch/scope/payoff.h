@@ -1,8 +1,8 @@
 // Estimates whether deferring is worth its cost. A read immediately runs the ops that it needs. If
 // a block reads at each step, each flush runs the few ops of one instance, and deferring them only
-// adds to the cost of eager execution. If deferring does not pay, the scope pauses. When a pause
-// begins, pending ops run. Later ops run as if no block were open. The scope captures again when a
-// map begins, or after a number of calls. Results do not depend on pauses.
+// adds to the cost of eager execution. If deferring is not worth its cost, the scope pauses. When a
+// pause begins, pending ops run. Later ops run as if no block were open. The scope captures again
+// when a map begins, or after a number of calls. Results do not depend on pauses.
 //
 // Estimates are in microseconds, and only their order of magnitude matters. A block may form
 // batches and still be slower than eager; such blocks are found by timing (trials.h).

@@ -43,7 +43,7 @@ struct FlushMark {
   ~FlushMark() { --flushes_under_way; }
 };
 
-// Tables with more interned shapes or signatures than this are replaced when no graph refers to
+// Tables with more than kMaxInterned shapes or signatures are replaced when no graph refers to
 // them.
 constexpr size_t kMaxInterned = 1 << 15;
 
@@ -94,7 +94,8 @@ void check_may_flush(const Scope& scope, const std::string& reason) {
 
 }  // namespace
 
-// Identifies this thread. pthread_self() is cheaper than the address of a thread-local variable.
+// Returns a pointer that identifies this thread. pthread_self() is cheaper than the address of a
+// thread-local variable.
 static const void* this_thread() { return reinterpret_cast<const void*>(pthread_self()); }
 
 bool RecursiveSpinLock::try_lock() {
@@ -195,7 +196,7 @@ void Scope::check_thread() const {
 void Scope::exit(bool discard_errors) {
   check_thread();
   if (--depth_ > 0) return;
-  resume();  // ends a pause, so that the report counts its calls
+  resume();  // ends a pause, so that the report counts the calls of the pause
   stop_capturing();
   report_.is_open = false;
   std::exception_ptr error;
@@ -306,7 +307,7 @@ void Scope::compute_now(at::ArrayRef<PendingTensor*> waiting, const std::string&
   for (const PendingTensor* tensor : waiting) {
     if (tensor->graph() == graph_.get()) targets.push_back(tensor->value());
   }
-  if (targets.empty()) return;  // another thread has computed them
+  if (targets.empty()) return;  // another thread has computed the tensors
   if (checks_.any_waiting() && is_own_thread()) {
     for (const PendingTensor* asked : checks_.asked()) {
       if (asked->graph() == graph_.get() && !is_computed(*asked)) targets.push_back(asked->value());

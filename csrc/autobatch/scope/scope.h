@@ -51,7 +51,7 @@ class RecursiveSpinLock {
   int unlock_all();
 
  private:
-  std::atomic<const void*> owner_{nullptr};  // identifies the owner's thread; null: not locked
+  std::atomic<const void*> owner_{nullptr};  // identifies the thread that holds the lock, or null
   int depth_ = 0;
 };
 
@@ -107,11 +107,11 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // Computes the given tensors that belong to this scope, and the nodes that these tensors depend
   // on. Other nodes stay pending, unless they join the same batches. The result of a captured
   // factory is created without a flush. With `values_only`, the tensors themselves may stay
-  // pending, and `element_of` gives their values.
+  // pending, and `element_of` returns the addresses of their values.
   void compute(at::ArrayRef<PendingTensor*> tensors, const std::string& reason,
                bool values_only = false);
   // Runs ready batches for about the time `bound` (graph/slice_costs.h), and leaves their tensors
-  // pending. Returns false if nothing was ready. Raises errors as `flush` does.
+  // pending. Returns false if no node was ready. Raises errors as `flush` does.
   bool run_slice(std::chrono::nanoseconds bound);
   // Whether the tensor's value is computed, although the tensor is still pending.
   bool is_computed(const PendingTensor& tensor) const;
@@ -171,8 +171,8 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   // Whether this thread runs a flush.
   static bool is_flushing();
-  // Releases all locks that this thread holds on the scope, and returns their number. `lock` takes
-  // the same number again.
+  // Releases all locks that this thread holds on the scope, and returns their number. `lock` later
+  // takes the lock the same number of times.
   int unlock() { return mutex_.unlock_all(); }
   void lock(int times);
   // Returns the error that caused the loss of the tensor. Returns null if the error was not kept
@@ -203,7 +203,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
 
   const Report& report() const { return report_; }
   Report& report() { return report_; }
-  // The report, for use after the scope is destroyed.
+  // Returns a pointer that keeps the report alive after the scope is destroyed.
   const std::shared_ptr<Report>& shared_report() const { return shared_report_; }
   Graph& graph() { return *graph_; }
   const Graph& graph() const { return *graph_; }
@@ -220,7 +220,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   AUTOBATCH_INTERNAL void note_at_once(const std::string& op, const char* reason);
   // Keeps the object alive until all nodes that are pending at the time of the call have run.
   AUTOBATCH_INTERNAL void keep(std::shared_ptr<void> object);
-  // Null unless options().verify.
+  // Returns null unless options().verify is true.
   Verifier* verifier() { return verifier_.get(); }
   ReadRecords& read_records() { return *read_records_; }
   // Must be called before a write to an ordinary tensor.
@@ -258,7 +258,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   bool may_pause() const;
   // Pauses for this many calls.
   void pause(uint64_t calls);
-  // Returns whether the block or map runs eagerly.
+  // Begins the trial of a block or map. Returns whether the block or map runs eagerly.
   bool begin_trial(bool is_map, const std::function<uint64_t()>& identity);
   void end_block(bool failed);
 
@@ -269,7 +269,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   std::shared_ptr<Tables> tables_;
   CellTable cells_;
   CastCache casts_;
-  WeightCopies weight_copies_;  // for all flushes
+  WeightCopies weight_copies_;  // shared by all flushes
   KnownValues known_;
   MemoryUpdates updates_;
   std::unique_ptr<Graph> graph_;

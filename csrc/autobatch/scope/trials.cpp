@@ -8,21 +8,21 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint32_t kRetry = 16;       // fewest eager blocks between two deferred ones
-constexpr uint32_t kMostRetry = 256;  // most eager blocks between two deferred ones
+constexpr uint32_t kRetry = 16;       // fewest eager blocks between two deferred blocks
+constexpr uint32_t kMostRetry = 256;  // most eager blocks between two deferred blocks
 constexpr uint32_t kRare = 1024;      // most blocks until the next estimate, if deferring is faster
 constexpr uint32_t kLonger = 4;       // factor by which the wait grows from estimate to estimate
 constexpr double kMargin = 0.97;    // above this ratio of eager to deferred time, deferring is kept
-constexpr double kClear = 0.85;     // up to this ratio, two blocks of each kind are enough
-constexpr double kLost = 1.15;      // above this ratio, one eager block is enough
+constexpr double kClear = 0.85;     // up to this time ratio, two blocks of each kind are enough
+constexpr double kLost = 1.15;      // above this time ratio, one eager block is enough
 constexpr double kOther = 2;        // a block whose time differs by this factor runs different code
 constexpr double kSure = 0.9;       // above this ratio of op time to block time, deferring is kept
 constexpr Seconds kShortest{4e-4};  // shorter blocks have no trials
 constexpr uint32_t kOften = 7;      // blocks shorter than kLong until the next identity is computed
 constexpr Seconds kLong{4e-3};      // for longer blocks, computing the identity costs below 1 %
-constexpr uint32_t kChanging = 8;   // identity changes in a row until only needed ones are computed
-constexpr size_t kMostOthers = 8;   // models remembered for one place, besides the last one
-constexpr uint32_t kForget = 64;    // after this many blocks of one model, others are forgotten
+constexpr uint32_t kChanging = 8;   // changes in a row until only needed identities are computed
+constexpr size_t kMostOthers = 8;   // identities whose times are kept, besides the current identity
+constexpr uint32_t kForget = 64;    // after this many blocks of one identity, others are dropped
 
 }  // namespace
 

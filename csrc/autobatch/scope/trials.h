@@ -1,9 +1,9 @@
-// Measures whether the blocks of one place are faster deferred or eager. By default blocks are
-// deferred. If the estimated eager time of a block's ops is shorter than the time of the whole
-// block, one block runs eagerly. If the eager block is faster, further blocks run alternately eager
-// and deferred. Later blocks run in the faster mode, and the other mode is tried again at
-// intervals. The choice affects only the rounding of results. One place may open blocks of many
-// models in any order, so the times of the last few models are kept.
+// Measures whether the blocks of one place are faster if they are deferred or if they run eagerly.
+// By default blocks are deferred. If the estimated eager time of a block's ops is shorter than the
+// time of the whole block, one block runs eagerly. If the eager block is faster, further blocks run
+// alternately eager and deferred. Later blocks run in the faster mode, and the other mode is tried
+// again at intervals. The choice affects only the rounding of results. One place may open blocks of
+// many models in any order, so the times of the last few models are kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"
@@ -61,8 +61,8 @@ class Trials {
     // The wait after an estimate in favour of deferring. One estimate may be wrong by chance, so
     // the first waits are short.
     uint32_t wait_if_deferred = 16;
-    // The wait after a deferred block that was slower than eager blocks. It grows from block to
-    // block, because such a block may take several times as long as an eager one.
+    // The wait after a deferred block that was slower than eager blocks. The wait grows from block
+    // to block, because such a deferred block may take several times as long as an eager one.
     uint32_t wait_if_eager = 0;
     Times deferred, eager;
     double eager_block = 0;  // average seconds of an eager block itself, without the code after it

@@ -119,8 +119,8 @@ class CompiledSubgraphRule final : public Rule {
     return code_;
   }
 
-  // Runs the backward of members that have gradients for the same results. `reached`: bit set of
-  // these results.
+  // Runs the backward of members whose gradients have reached the same results. `reached`: bit set
+  // of these results.
   void differentiate(BackwardBatch& batch, uint8_t reached) const {
     const auto& run = *static_cast<const Run*>(batch.record().kept.get());
     const bool alone = batch.size() == 1;
@@ -135,7 +135,7 @@ class CompiledSubgraphRule final : public Rule {
     for (CompiledSubgraph::Gradient gradient : found) add(batch, std::move(gradient));
   }
 
-  // Returns the saved rows of the members that gradients have reached.
+  // Returns the saved rows of the members of `batch`.
   static CompiledSubgraph::Saved saved_of(const CompiledSubgraph::Saved& all,
                                           BackwardBatch& batch) {
     if (batch.complete() && batch.size() > 1) return all;
@@ -150,8 +150,9 @@ class CompiledSubgraphRule final : public Rule {
     return out;
   }
 
-  // Adds a gradient. If the batch has a single member, its row was doubled. In this case only the
-  // gradients of the first copy are added, and sums over both copies are halved.
+  // Adds a gradient to the gradient of an operand. If the batch has a single member, the member's
+  // row was doubled. In this case only the gradients of the first copy are added, and sums over
+  // both copies are halved.
   static void add(BackwardBatch& batch, CompiledSubgraph::Gradient gradient) {
     using Kind = CompiledSubgraph::Gradient::Kind;
     if (!batch.needs(gradient.slot)) return;

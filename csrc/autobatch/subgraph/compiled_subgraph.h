@@ -21,15 +21,15 @@ class CompiledSubgraph {
   // The tensors of a batch that are saved for backward.
   struct Saved {
     std::vector<at::Tensor> tensors;
-    std::vector<uint8_t> stacked;  // by tensor: whether the tensor has a row for each member
+    std::vector<uint8_t> stacked;  // for each tensor: whether it has one row for each member
   };
   // The gradient of an operand, or one term of this gradient.
   struct Gradient {
     enum class Kind : uint8_t {
-      kStacked,  // [n, *sizes]
-      kWhole,    // gradient of a weight, summed over all members
-      kProduct,  // BackwardBatch::add_product
-      kRows      // BackwardBatch::add_rows, with rows `left` and indices `right`
+      kStacked,  // `left`: gradients of all members, [n, *sizes]
+      kWhole,    // `left`: gradient of a weight, summed over all members
+      kProduct,  // `left`, `right`: the factors for BackwardBatch::add_product
+      kRows      // `left`, `right`: the rows and indices for BackwardBatch::add_rows
     };
     Kind kind;
     size_t slot;
@@ -38,7 +38,7 @@ class CompiledSubgraph {
   };
 
   virtual ~CompiledSubgraph() = default;
-  // Whether the code can run a batch of this many members.
+  // Whether the code can run a batch of `members` members.
   virtual bool runs(int64_t members) const = 0;
   virtual std::vector<at::Tensor> forward(at::ArrayRef<at::Tensor> operands, Saved& saved) = 0;
   // Returns the gradients of the operands. `gradients` are the gradients of the results in the bit

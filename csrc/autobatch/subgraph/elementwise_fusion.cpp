@@ -14,8 +14,8 @@ constexpr size_t kResult = 0;  // index of the result in FusedNode::run; operand
 
 // --- selecting nodes ---
 
-// A dimension of the tensors. Several dimensions are merged into one if no tensor has gaps between
-// them.
+// A dimension of the tensors, or several merged dimensions. Dimensions are merged into one if no
+// tensor has gaps between them.
 struct Dimension {
   int64_t size;
   std::array<int64_t, 3> strides;
@@ -40,8 +40,8 @@ std::vector<Dimension> merged(const Geometry& result, c10::ArrayRef<const Geomet
   return out;
 }
 
-// Sets the loops of the node. Returns false if the node needs more than two loops, or if the inner
-// loop is not dense.
+// Sets the sizes of the node's loops. Returns false if the node needs more than two loops, or if
+// the inner loop is not dense.
 bool set_loops(FusedNode& node, const Geometry& result, c10::ArrayRef<const Geometry*> all) {
   const std::vector<Dimension> dimensions = merged(result, all);
   if (dimensions.size() > 2) return false;
@@ -59,7 +59,7 @@ bool fits(const Subgraph& subgraph, const Value& operand, const Value& result) {
   const Value& base = subgraph.tape.values[operand.base];
   const bool weight = base.is_graph_input() && subgraph.is_weight[base.index] != 0;
   if (operand.requires_grad && (weight || operand.geometry->overlapping)) return false;
-  constexpr int64_t kMost = int64_t{1} << 30;  // an accelerator's kernel counts in 32 bits
+  constexpr int64_t kMost = int64_t{1} << 30;  // kernels of accelerators use 32-bit indices
   return operand.dtype == result.dtype && operand.device == result.device &&
          base.geometry->extent < kMost && result.geometry->numel < kMost;
 }
@@ -228,7 +228,7 @@ class Forward {
   const Subgraph& subgraph_;
   const Tape& tape_;
   Program program_;
-  std::vector<std::optional<ElementwisePlace>> passing_;  // by base
+  std::vector<std::optional<ElementwisePlace>> passing_;  // indexed by base
 };
 
 class Backward {
@@ -251,8 +251,8 @@ class Backward {
   }
 
  private:
-  // The place of a value's gradient. kPassing: the gradient exists only inside the elementwise
-  // program.
+  // Where a value's gradient is stored. kElsewhere: the value is not a result of the step. kBuffer:
+  // the gradient has a buffer. kPassing: the gradient exists only inside the elementwise program.
   enum class Kind : uint8_t { kElsewhere, kBuffer, kPassing };
 
   // Chooses kPassing for the gradient of a result if two conditions hold: no part of the gradient
@@ -296,7 +296,8 @@ class Backward {
     }
   }
 
-  // Returns the place of the second value that the step reads. The first one is `so_far`.
+  // Returns the place of the second value that the step reads. The first value that the step reads
+  // is `so_far`.
   ElementwisePlace read_with(const GradientStep& step, const FusedNode& part, size_t slot,
                              const ElementwisePlace& so_far) const {
     switch (step.with) {
@@ -387,8 +388,8 @@ class Backward {
   const Tape& tape_;
   GradAccumulator& accumulator_;
   Program program_;
-  std::vector<Kind> kinds_;                               // by base
-  std::vector<std::optional<ElementwisePlace>> passing_;  // by base: the gradient so far
+  std::vector<Kind> kinds_;                               // indexed by base
+  std::vector<std::optional<ElementwisePlace>> passing_;  // for each base: the gradient so far
 };
 
 }  // namespace

@@ -13,9 +13,10 @@
 
 namespace autobatch {
 
-// Returns the node as a part of an elementwise program, or nothing if this is not possible. The
-// device must have a kernel for the dtype. Operands may be broadcast only over leading dimensions.
-// No operand may have a gradient that is summed over the members (like a weight).
+// Returns the node as a part of an elementwise program, or nothing if the node cannot be such a
+// part. The device must have a kernel for the dtype. Operands may be broadcast only over leading
+// dimensions. No operand may have a gradient that is summed over the members, such as the gradient
+// of a weight.
 std::optional<FusedNode> as_fused_node(const Subgraph& subgraph, NodeId node);
 
 // Runs the step's elementwise program for `count` members. Slabs must already exist for all results
@@ -30,7 +31,7 @@ struct MemberRange {
 };
 
 // Runs the backward of the step's elementwise program. The function reads the gradients of the
-// results if they have arrived, and adds to the gradients of the operands. A gradient buffer has
+// results that have arrived, and adds to the gradients of the operands. A gradient buffer has
 // exactly one row for each of `members`.
 void run_fused_backward(const SubgraphStep& step, FlushRecord& record, GradAccumulator& accumulator,
                         MemberRange members);

@@ -35,7 +35,7 @@ at::Tensor FactorBuffers::take(const void* flush, bool backward, uint32_t number
   return at::empty({0}, options).set_(storage, range.before * width, {range.count * width}, {1});
 }
 
-// Removes the entries whose memory has been freed. A failed flush does not remove its entries.
+// Removes the entries whose memory has been freed. Such entries remain after a failed flush.
 void FactorBuffers::forget_lost() {
   std::erase_if(taken_, [](const auto& entry) { return entry.second.storage.expired(); });
 }

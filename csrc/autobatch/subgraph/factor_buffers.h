@@ -22,7 +22,7 @@ struct RowRange {
   int64_t count = 0;
 };
 
-// One object for each subgraph. Thread-safe.
+// Each subgraph has one object of this class. This class is thread-safe.
 class FactorBuffers {
  public:
   // Returns a 1-D uninitialized tensor of `count * width` elements. The memory of consecutive

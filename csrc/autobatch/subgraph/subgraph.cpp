@@ -128,7 +128,7 @@ class Forward {
     return true;
   }
 
-  // Lists the memory regions of the operand, and copies no data.
+  // Stores the memory regions of operand `i` for the rules, and copies no data.
   void scatter(size_t i) {
     Regions& regions = record_.store.scattered[i];
     regions.reserve(static_cast<size_t>(batch_.size()));
@@ -189,7 +189,7 @@ class Forward {
   FlushRecord& record_;
 };
 
-// Runs the backward of members that have gradients for the same results.
+// Runs the backward of members whose gradients have reached the same results.
 class Backward final : public Enclosing {
  public:
   Backward(const Subgraph& subgraph, FactorBuffers& joined, SubgraphRun& run, BackwardBatch& batch)
@@ -255,7 +255,7 @@ class Backward final : public Enclosing {
   }
 
   // Puts the gradients of the cell's results into the task. The gradients are not copied: the task
-  // uses the buffer of the batch, which no other code reads afterwards.
+  // uses the gradient buffers of the batch, which no other code reads afterwards.
   void seed(GradAccumulator& accumulator) {
     for (size_t k = 0; k < subgraph_.results.size(); ++k) {
       if ((batch_.reached(0) >> k & 1) == 0) continue;
@@ -305,14 +305,14 @@ class Backward final : public Enclosing {
   BackwardBatch& batch_;
   BackwardTask task_;
   std::vector<int64_t> rows_;
-  std::vector<uint8_t> added_at_once_;  // by operand
+  std::vector<uint8_t> added_at_once_;  // for each operand: whether member_target() is used
 };
 
 class SubgraphRule final : public Rule {
  public:
   explicit SubgraphRule(Subgraph subgraph) : subgraph_(std::move(subgraph)) {}
 
-  bool capture(NodeBuilder&) const override { return false; }  // made from captured nodes
+  bool capture(NodeBuilder&) const override { return false; }  // subgraphs are made from nodes
   void forward(Batch& batch) const override { Forward(subgraph_, rows_, batch).run(); }
 
   void backward(BackwardBatch& batch) const override {

@@ -18,7 +18,8 @@ namespace autobatch {
 
 // An elementwise op of a subgraph as a step of an elementwise program (elementwise_program.h).
 // `mid` and `inner` are the lengths of the loops over one member's elements. `run` contains the
-// distance, in elements, from one run to the next: first for the result, then for the operands.
+// distance, in elements, from one run of the inner loop to the next. The first entry is for the
+// result, and the other entries are for the operands.
 struct FusedNode {
   NodeId node = kNone;
   ElementwiseOp op;
@@ -37,7 +38,7 @@ struct FusedAddend {
 // elementwise program.
 struct SubgraphStep {
   NodeId node = kNone;
-  std::vector<FusedNode> fused;  // the nodes of a program; empty: the step is `node`
+  std::vector<FusedNode> fused;  // the nodes of a program, or empty if the step is `node`
   std::vector<FusedAddend> addends;
 
   template <class Visit>
@@ -49,35 +50,42 @@ struct SubgraphStep {
 
 struct Subgraph {
   Tape tape;  // the tape of one member; graph input i is operand i, without data
-  // In `tape` some captured ops may be replaced by others (fuse_shared_input_linear.h). In this
-  // case `captured` is the tape with the original ops; otherwise it is empty. A value has the same
-  // number in both tapes.
+  // In `tape`, fused ops may replace some of the captured ops (fuse_shared_input_linear.h). If so,
+  // `captured` is the tape with the captured ops. Otherwise `captured` is empty. A value has the
+  // same number in both tapes.
   Tape captured;
-  std::vector<std::shared_ptr<Signature>> joined;  // signatures of the replacing ops
-  std::vector<uint8_t> is_weight;                  // by operand: whether all members share it
+  std::vector<std::shared_ptr<Signature>> joined;  // signatures of the fused ops
+  std::vector<uint8_t> is_weight;                  // for each operand: whether all members share it
   std::vector<ValueId> results;                    // the cell's results, as values of the tape
 
   // Computed from the fields above by complete().
-  std::vector<SubgraphStep> steps;      // in execution order
-  Store store;                          // places of one member's values; each op result has a slab
-  std::vector<uint8_t> leaves_addends;  // by node: a later step adds its addends (Rule::addends)
-  std::vector<uint8_t> passing;         // by slab: no memory, only one fused step uses it
-  std::vector<std::vector<uint32_t>> drop_after;  // by step: slabs that no later step reads
-  std::vector<uint8_t> slab_saved;                // by slab: the backward of some op reads it
-  // By slab: whether the slab is a factor of a weight's gradient (factor_buffers.h), and whether
-  // the gradient of the slab is such a factor.
+  std::vector<SubgraphStep> steps;  // in execution order
+  Store store;                      // places of one member's values; each op result has a slab
+  // For each node: whether a later step adds the node's addends (Rule::addends).
+  std::vector<uint8_t> leaves_addends;
+  // For each slab: whether only one fused step uses the slab. Such a slab has no memory.
+  std::vector<uint8_t> passing;
+  std::vector<std::vector<uint32_t>> drop_after;  // for each step: slabs that no later step reads
+  std::vector<uint8_t> slab_saved;                // for each slab: whether a backward reads it
+  // For each slab: whether the slab is a factor of a weight's gradient (factor_buffers.h), and
+  // whether the gradient of the slab is such a factor.
   std::vector<uint8_t> is_factor, is_grad_factor;
-  std::vector<uint8_t> operand_saved;  // by operand: the backward of some op reads it
-  std::vector<uint8_t> is_copied;      // by operand: all rules that read it copy its regions
-  std::vector<uint64_t> depends;  // by result of the cell; bit i: operand i receives its gradient
-  std::vector<uint8_t> feeds;     // by result: whether another result depends on it
-  std::vector<uint8_t> closure;   // by result k; bit j: result j receives its gradient, or j == k
+  std::vector<uint8_t> operand_saved;  // for each operand: whether the backward of an op reads it
+  // For each operand: whether all rules that read the operand copy its regions.
+  std::vector<uint8_t> is_copied;
+  // For each result of the cell: bit i is set if the result's gradient flows to operand i.
+  std::vector<uint64_t> depends;
+  // For each result of the cell: whether another result depends on it.
+  std::vector<uint8_t> feeds;
+  // For each result k of the cell: bit j is set if the gradient of result k flows to result j, or
+  // if j == k.
+  std::vector<uint8_t> closure;
   bool heavy = false;
-  bool saves = false;   // an op keeps values for backward
-  Partition partition;  // of the values that receive gradients
+  bool saves = false;   // whether an op keeps values for backward
+  Partition partition;  // the partition of the values that receive gradients
 
   void complete();
-  // Returns the tape with the ops that eager runs.
+  // Returns the tape with the ops that eager mode runs.
   const Tape& ops() const { return captured.nodes.empty() ? tape : captured; }
 };
 
@@ -89,9 +97,9 @@ inline constexpr size_t kMostResults = 7;
 std::shared_ptr<const Rule> make_subgraph_rule(Subgraph subgraph);
 
 // Replaces a subgraph's node with the ops of the subgraph if the user holds a result from which
-// another result is computed. As in eager, the gradient of the other result must pass through the
-// result that the user holds. `record` contains the results that are already computed. The function
-// updates the numbers of the split's nodes and values in the record.
+// another result is computed. As in eager mode, the gradient of the other result must pass through
+// the result that the user holds. `record` contains the results that are already computed. The
+// function updates the numbers of the split's nodes and values in the record.
 void unfold_held_subgraphs(Split& split, FlushRecord& record);
 // Whether unfold_held_subgraphs() would replace this node.
 bool must_unfold(const Tape& tape, NodeId node);

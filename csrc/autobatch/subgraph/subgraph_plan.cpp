@@ -1,5 +1,6 @@
-// Completes a subgraph of which only the tape is set. Finds the execution order of the ops, and the
-// place and lifetime of each value. Also finds which operands and results receive each gradient.
+// Computes the fields of a subgraph that Subgraph::complete() sets: the execution order of the ops,
+// and the place and lifetime of each value. Also finds which operands and results receive each
+// gradient.
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/subgraph.h"
 
@@ -10,7 +11,7 @@
 namespace autobatch {
 namespace {
 
-constexpr size_t kLargestTiled = size_t{1} << 20;  // elements; each element is checked
+constexpr size_t kLargestTiled = size_t{1} << 20;  // elements, because each element is checked
 
 class Completer {
  public:
@@ -55,10 +56,11 @@ class Completer {
     }
   }
 
-  // If an elementwise program reads a product, it first adds the bias of this product. If the op of
-  // the product added the bias, the op would first have to write the bias to the whole result.
+  // If an elementwise program reads a product, the program first adds the bias of this product. If
+  // the op of the product added the bias, the op would first have to write the bias to the whole
+  // result.
   void leave_addends() {
-    std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, by base
+    std::vector<uint32_t> first_reader(tape_.values.size(), kNone);  // step, for each base
     for (uint32_t s = 0; s < subgraph_.steps.size(); ++s) {
       subgraph_.steps[s].each_node([&](NodeId n) {
         for (const ValueId id : tape_.operands_of(tape_.nodes[n])) {
@@ -135,7 +137,7 @@ class Completer {
   // is read once, the program writes the result that it computes from a part to the memory of this
   // part. This memory is already in the CPU's cache, and the product is not needed any more.
   void write_in_place() {
-    std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
+    std::vector<uint32_t> reads(tape_.values.size(), 0);  // for each base: number of reads
     for (const ValueId id : tape_.operands) {
       if (id != kNone) ++reads[tape_.values[id].base];
     }
@@ -205,7 +207,7 @@ class Completer {
     }
   }
 
-  // Records the values that a node of the step uses.
+  // Records that the node `n` of step `step` uses its results and its operands.
   void find_uses(NodeId n, uint32_t step) {
     const Node& node = tape_.nodes[n];
     const Rule& rule = *node.signature->rule;
@@ -232,9 +234,9 @@ class Completer {
     }
   }
 
-  // For each value, finds the operands and the results of the cell that receive its gradient.
+  // For each value, finds the operands and results of the cell to which the value's gradient flows.
   void find_dependences() {
-    const Tape& tape = subgraph_.ops();  // captured: each gate depends on only one weight
+    const Tape& tape = subgraph_.ops();  // before fusion, each gate depends on one weight
     std::vector<uint64_t> operands(tape.values.size(), 0), results(tape.values.size(), 0);
     for (ValueId id = 0; id < tape.values.size(); ++id) {
       const Value& value = tape.values[id];
@@ -279,13 +281,13 @@ class Completer {
   }
 
   // For each value that receives gradients, finds the views that ops read. The views are stored if
-  // they divide the value into parts.
+  // the views divide the value into parts.
   void find_partition() {
     Partition& partition = subgraph_.partition;
     partition.number.assign(tape_.values.size(), Partition::kNone);
     partition.tiles.resize(tape_.values.size());
     partition.alone.assign(tape_.values.size(), 0);
-    std::vector<uint32_t> reads(tape_.values.size(), 0);  // by base
+    std::vector<uint32_t> reads(tape_.values.size(), 0);  // for each base: number of reads
     for (const ValueId id : tape_.operands) {
       if (id == kNone || !tape_.values[id].requires_grad) continue;
       const ValueId base = tape_.values[id].base;
@@ -348,7 +350,7 @@ class Completer {
                                subgraph_.results.begin());
   }
 
-  struct Use {  // of a slab: the first step and the last step that use it
+  struct Use {  // the first step and the last step that use a slab
     uint32_t first = 0, last = 0;
     bool is_result = false;
   };
@@ -360,8 +362,8 @@ class Completer {
 
   Subgraph& subgraph_;
   const Tape& tape_;
-  std::vector<uint8_t> done_;  // by node: whether it has a step
-  std::vector<Use> uses_;      // by slab
+  std::vector<uint8_t> done_;  // for each node: whether it has a step
+  std::vector<Use> uses_;      // indexed by slab
 };
 
 }  // namespace

@@ -39,7 +39,7 @@ PyTypeObject* module_type() {
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-// Whether a dataclass instance has attributes that are not fields, such as those that
+// Whether a dataclass instance has attributes that are not fields, such as attributes that
 // `__post_init__` sets.
 bool has_more_than(PyObject* fields, PyObject* instance) {
   const py::object dict =
@@ -139,7 +139,7 @@ bool CellInputs::add(PyObject* value) {
     return add_object(reinterpret_cast<PyObject*>(Py_TYPE(value))) && add_items(value);
   }
   if (PyObject* fields = fields_of(value)) return add_fields(value, fields);
-  // The value is an instance of a subclass of Tensor, dict or list.
+  // An instance of a subclass of Tensor, dict or list prevents the capture of the call.
   if (THPVariable_Check(value)) capturable_ = false;
   if (PyDict_Check(value) || PyList_Check(value)) return capturable_ = false, true;
   return add_object(value);
@@ -190,7 +190,8 @@ bool CellInputs::add_fields(PyObject* instance, PyObject* fields) {
   return true;
 }
 
-// Adds an object by its address. So a call with another object is a call of another kind.
+// Adds the address of an object to the words. So a call with another object is a call of another
+// kind.
 bool CellInputs::add_object(PyObject* object) {
   if (PyObject_TypeCheck(object, module_type())) {
     modules_.push_back(object);
@@ -329,7 +330,8 @@ PyObject* OutputSpec::build_dict(const at::Tensor*& next) const {
   return out.release().ptr();
 }
 
-// Creates an instance like copy.copy: sets the fields and does not call `__init__`.
+// Creates an instance of the dataclass in the same way as copy.copy: sets the fields and does not
+// call `__init__`.
 PyObject* OutputSpec::build_dataclass(const at::Tensor*& next) const {
   auto* type = reinterpret_cast<PyTypeObject*>(object_);
   const py::object none = own(PyTuple_New(0));

@@ -12,8 +12,8 @@
 
 namespace autobatch {
 
-// The flattened arguments of one call. The tensors are stored in order. Words encode the structure
-// and all other arguments.
+// The flattened arguments of one call. The tensors are stored in the order of the arguments. Words
+// encode the structure of the arguments, and all arguments that are not tensors.
 class CellInputs {
  public:
   CellInputs() = default;
@@ -60,9 +60,9 @@ class CellInputs {
 // The structure of a result. An OutputSpec can build an equal structure from other tensors.
 class OutputSpec {
  public:
-  // Records the structure of the result, and appends its tensors. Returns false if the result
-  // contains a mutable object, because such a result can't be rebuilt. If there is an error,
-  // returns false with a Python exception set.
+  // Records the structure of the result, and appends the tensors of the result to `tensors`.
+  // Returns false if the result contains a mutable object, because such a result can't be rebuilt.
+  // If there is an error, returns false with a Python exception set.
   bool describe(PyObject* value, std::vector<at::Tensor>& tensors, int depth = 0);
   // Returns the rebuilt result as a new reference. If there is an error, returns null with a Python
   // exception set.

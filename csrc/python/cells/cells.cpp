@@ -25,12 +25,12 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-// The templates for the program of a dynamic cell. The templates are kept when a block ends. The
-// second call of a kind is traced.
+// The templates for the program of a dynamic cell. The templates are kept when a block ends. Of
+// each kind of calls, the second call is traced.
 class LastingTemplates {
  public:
-  // Returns the templates. If their keys and nodes refer to interning tables of an earlier scope,
-  // first removes all templates.
+  // Returns the templates. If the keys and nodes of the templates refer to interning tables of an
+  // earlier scope, first removes all templates.
   CellTable& of(const Scope& scope) {
     if (tables_.lock() != scope.shared_tables()) {
       tables_ = scope.shared_tables();
@@ -68,8 +68,8 @@ struct CellObject {
   PyObject* weakrefs;
   vectorcallfunc vectorcall;
   unsigned long long uses;    // number of calls that used a template
-  CellFunction* known;        // owned
-  LastingTemplates* lasting;  // owned; null: the templates are in Scope::cells()
+  CellFunction* known;        // owned by this object
+  LastingTemplates* lasting;  // owned by this object; null: the templates are in Scope::cells()
 };
 
 // The Python part of a template (CellTemplate::host).
@@ -132,7 +132,7 @@ void note_plain(Scope& scope, const std::string& name, const std::string& why,
   scope.report().at_once.push_back({name, "captured op by op: " + why, site, 1, ""});
 }
 
-// One call of a cell while a scope captures.
+// One call of a cell while a scope captures ops.
 class Use {
  public:
   Use(CellObject* cell, Scope& scope, PyObject* const* args, size_t nargsf, PyObject* names)
@@ -236,7 +236,7 @@ class Use {
     if (!made) {
       if (!lasting()) note_plain(scope_, name_of(cell_), why, trace.site());
       if (lasting() && PyTuple_Check(result)) cell_->lasting->count_failure();
-      made = std::make_unique<CellTemplate>();  // no steps: later calls run the function
+      made = std::make_unique<CellTemplate>();  // later calls run the function
     }
     Key key;  // a new key, because only the trace shows which inputs are weights
     if (!make_key(key)) return true;
@@ -259,7 +259,7 @@ class Use {
 // the cell's function.
 Scope* scope_for_cells() {
   Scope* scope = capturing_scope();
-  // If a cell is called while another cell is traced, its ops become part of this trace.
+  // If a cell is called while another cell is traced, the ops of the call become part of the trace.
   const bool uses = scope != nullptr && scope->options().cells && CellTrace::current() == nullptr;
   return uses ? scope : nullptr;
 }

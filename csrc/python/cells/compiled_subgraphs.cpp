@@ -24,18 +24,19 @@ struct Meta {
   bool requires_grad;
   ValueId value;
   bool is_weight = false;
-  bool is_saved = false;  // eager's backward reads it
+  bool is_saved = false;  // whether eager mode's backward reads the value
 };
 
 // One step of a subgraph: an op or a view.
 struct Step {
-  std::string op;  // name; empty for a view
+  std::string op;  // name of the op; empty for a view
   bool is_elementwise = false;
   NodeId node = 0;
-  std::vector<int64_t> operands;  // value ids; -1: not given
-  std::vector<int64_t> places;    // by operand: index of the argument; -1: part of a list
+  std::vector<int64_t> operands;  // value ids; -1: the operand is not given
+  // For each operand: index of the argument. -1: the operand is an item of a list.
+  std::vector<int64_t> places;
   std::vector<ValueId> results;
-  std::vector<bool> requires_grad;  // by result
+  std::vector<bool> requires_grad;  // whether each result requires grad
   std::vector<std::vector<int64_t>> sizes_of_results;
   // Geometry of a view. `from_strides` are the strides of its parent, and `offset` is relative to
   // the parent.
@@ -43,7 +44,7 @@ struct Step {
   int64_t offset = 0;
 };
 
-// The Python object for a subgraph.
+// The object through which the compiler in Python reads a subgraph.
 class SubgraphView {
  public:
   explicit SubgraphView(std::shared_ptr<const Rule> rule) : rule_(std::move(rule)) {}
@@ -77,7 +78,7 @@ class SubgraphView {
     return out;
   }
 
-  // Runs the op of a node in the same way as eager, and returns its results.
+  // Runs the op of a node in the same way as eager mode, and returns the results of the op.
   std::vector<at::Tensor> run(NodeId id,
                               const std::vector<std::optional<at::Tensor>>& given) const {
     const Node& node = tape().nodes[id];
@@ -162,7 +163,7 @@ class SubgraphView {
   std::shared_ptr<const Rule> rule_;
 };
 
-// Compiled code: a Python object of torch_autobatch._compiled.
+// The compiled code of a subgraph, which is a Python object of torch_autobatch._compiled.
 class PythonCode final : public CompiledSubgraph {
  public:
   explicit PythonCode(py::object code) : code_(std::move(code)) {}

@@ -6,7 +6,7 @@
 
 namespace autobatch {
 
-// Adds the types to the module, and registers the compiler with the core.
+// Adds the types that describe subgraphs to the module, and registers the compiler with the core.
 void bind_compiled_subgraphs(PyObject* module);
 
 }  // namespace autobatch

@@ -43,8 +43,8 @@ void append(std::string& key, const void* bytes, size_t size) {
 
 void append(std::string& key, int64_t number) { append(key, &number, sizeof number); }
 
-// Appends the metadata and the elements. Returns false if the tensor is too large or is not
-// contiguous.
+// Appends the metadata and the elements of the tensor to the key. Returns false if the tensor is
+// too large or is not contiguous.
 bool append(std::string& key, const at::Tensor& tensor) {
   if (!tensor.is_contiguous() || tensor.nbytes() > kMostOfOne) return false;
   append(key, static_cast<int64_t>(tensor.scalar_type()) << 8 | tensor.dim());
@@ -54,7 +54,8 @@ bool append(std::string& key, const at::Tensor& tensor) {
   return true;
 }
 
-// Appends a number with its type.
+// Appends the type and the value of a number to the key. Returns false if the object is neither a
+// float nor an int of at most 64 bits.
 bool append(std::string& key, PyObject* number) {
   if (PyFloat_CheckExact(number) != 0) {
     const double value = PyFloat_AS_DOUBLE(number);
@@ -76,7 +77,8 @@ bool are_data(const py::tuple& values) {
   });
 }
 
-// Returns nothing if the values are too large to be a key.
+// Returns the key of the values. Returns nothing if the values cannot be a key, for example because
+// a tensor is too large.
 std::optional<std::string> key_of(const py::tuple& values) {
   std::string key;
   append(key, static_cast<int64_t>(context_word()));
@@ -107,7 +109,7 @@ std::optional<py::tuple> stored(const py::tuple& results, const py::tuple& value
       at::Tensor tensor = THPVariable_Unpack(result.ptr());
       if (!is_data(tensor)) return {};
       if (share_memory(tensor, values)) {
-        if (!tensor.is_non_overlapping_and_dense()) return {};  // a copy has other strides
+        if (!tensor.is_non_overlapping_and_dense()) return {};  // a copy would have other strides
         tensor = at::clone(tensor);
         result = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
       }

@@ -24,7 +24,7 @@ namespace autobatch {
 namespace {
 
 constexpr int kDeepest = 32;         // limit on the nesting depth of containers
-constexpr size_t kMostValues = 512;  // limit on the values that a search visits
+constexpr size_t kMostValues = 512;  // limit on the number of values that a search visits
 
 // The first word of each encoded value is one of these marks.
 enum Mark : uint64_t {
@@ -53,10 +53,10 @@ enum Mark : uint64_t {
 
 // The bits of the number that torch_autobatch._cell_objects.flags_of returns for a class.
 enum Flag : long {
-  kHasAttributes = 1,  // a Python class whose instances consist of their attributes
+  kHasAttributes = 1,  // the class is written in Python, and instances consist of their attributes
   kHasSlots = 2,       // instances have attributes outside their `__dict__`
   kRefused = 4,        // instances can be identified neither by value nor by address
-  kNamed = 8,          // a named tuple
+  kNamed = 8,          // the class is a named tuple
 };
 
 py::object own(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
@@ -89,8 +89,9 @@ bool is_fixed(PyObject* value) {
          THPDtype_Check(value) || THPDevice_Check(value);
 }
 
-// Calls `visit(key, value)` for each attribute of an object, or for each item of a list, tuple or
-// dict. If the object is a list or tuple, the key is null. `visit` must not change the container.
+// Calls `visit(key, item)` for each attribute of the object `value`, or for each item if `value` is
+// a list, tuple or dict. If the object is a list or tuple, the key is null. `visit` must not change
+// the container.
 template <class Visit>
 void each_item(PyObject* value, long flags, const Visit& visit) {
   if (PyList_Check(value) || PyTuple_Check(value)) {
@@ -136,13 +137,13 @@ class Search {
 // than ints and tuples, and objects with contents of these types.
 class EmptyContainer {
  public:
-  // `is` requires that the object contains a list or dict. `is_within` is called for an object in a
-  // container, and requires only that the object has attributes.
+  // Whether an argument is such an object. The object must contain a list or dict.
   bool is(PyObject* value, long flags) { return consists(value, flags) && has_container_; }
+  // Whether an object in a container is such an object. The object only has to have attributes.
   bool is_within(PyObject* value, long flags) { return consists(value, flags) && values_ > 1; }
 
  private:
-  static constexpr int kMost = 64;  // values
+  static constexpr int kMost = 64;  // limit on the number of values in the object
 
   bool consists(PyObject* value, long flags) {
     if (++values_ > kMost || (flags & kHasSlots) != 0) return false;
@@ -203,7 +204,7 @@ class Arguments {
   bool add(PyObject* value) {
     PyTypeObject* type = Py_TYPE(value);
     if (THPVariable_CheckExact(value) && type != parameter_type()) return add_tensor(value);
-    if (type == parameter_type()) {  // by address, because a module may also contain it
+    if (type == parameter_type()) {  // adds the address, because a module may contain it too
       add_held(kParameter, value);
       inputs_.push_back(value);
       return true;
@@ -247,8 +248,8 @@ class Arguments {
            static_cast<uint64_t>(static_cast<uint8_t>(device.index()));
   }
 
-  // Adds an object by its address. `objects_` holds a reference to the object, so that the address
-  // remains valid.
+  // Adds the address of an object to the key. `objects_` holds a reference to the object, so that
+  // the address remains valid.
   void add_held(uint64_t mark, PyObject* object) {
     words_.push_back(mark);
     words_.push_back(reinterpret_cast<uint64_t>(object));
@@ -280,8 +281,8 @@ class Arguments {
     return true;
   }
 
-  // Adds a constant by its value. Returns false for all other objects, which include traced
-  // numbers.
+  // Adds the value of a constant to the key. Returns false if the object is not a constant. A
+  // traced number is not a constant.
   bool add_fixed(PyObject* value) {
     if (value == Py_None) return words_.push_back(kNothing), true;
     if (PyBool_Check(value)) return put(kTruth, value == Py_True ? 1 : 0);
@@ -419,7 +420,7 @@ class Arguments {
   };
 
   Key words_;
-  std::vector<PyObject*> inputs_;  // borrowed
+  std::vector<PyObject*> inputs_;  // borrowed references
   py::list objects_;
   std::unordered_map<PyObject*, size_t> containers_, counts_;
   std::vector<Int> ints_;

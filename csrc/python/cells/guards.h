@@ -19,9 +19,9 @@ class Guards {
   Guards& operator=(const Guards&) = delete;
   ~Guards();
 
-  // Adds a list of tuples (dict, name, value). The dict must contain this value under this name. If
-  // the name is None, the value is the number of items in the dict, so that added items are
-  // detected. If there is an error, returns false with an exception set.
+  // Adds a list of tuples (dict, name, value). The dict of a tuple must contain the tuple's value
+  // under the tuple's name. If the name is None, the value is the number of items in the dict, so
+  // that added items are detected. If there is an error, returns false with an exception set.
   bool add(PyObject* found);
   // Adds a list of tensors whose sizes, dtype and `requires_grad` must not change.
   void add_tensors(PyObject* tensors);
@@ -36,7 +36,8 @@ class Guards {
   struct Table {
     PyObject* dict;
     std::vector<Item> items;
-    uint64_t version = 0;  // of the dict when all items last held; 0: unknown
+    // The version that the dict had when holds() last returned true. 0: unknown.
+    uint64_t version = 0;
 
     bool holds();
   };
@@ -56,7 +57,7 @@ class Guards {
   std::vector<PyObject*> held_;  // the tuples; owned
   std::vector<Kind> kinds_;
   std::vector<Table> tables_;
-  std::unordered_map<PyObject*, size_t> numbers_;  // index into tables_, by dict
+  std::unordered_map<PyObject*, size_t> numbers_;  // for each dict: index in tables_
 };
 
 }  // namespace autobatch

@@ -6,19 +6,19 @@ Switch number_conversions_switch(Switch::Kind::kFastPath, "number_conversions");
 
 namespace {
 
-thread_local PyObject* convert_in_trace = nullptr;  // owned
-int num_traces = 0;                                 // of all threads; guarded by the GIL
+thread_local PyObject* convert_in_trace = nullptr;  // an owned reference, or null
+int num_traces = 0;                                 // traces of all threads; guarded by the GIL
 
-// A type's original slots. A call uses `call` if the type has it (this depends on the version of
-// Python), and `make` otherwise.
+// The original slots of a type. Python calls the type through the slot `call` if the type has this
+// slot (in some versions of Python), and through the slot `make` otherwise.
 struct Slots {
   vectorcallfunc call = nullptr;
   newfunc make = nullptr;
 };
 Slots of_int, of_float;
 
-// Returns the number that the trace uses for the value. Returns null with no exception set if there
-// is none.
+// Returns the number that the trace uses for the value. Returns null with no exception set if the
+// trace has no such number.
 PyObject* convert(PyObject* type, PyObject* value) {
   const bool is_ordinary = PyLong_CheckExact(value) != 0 || PyFloat_CheckExact(value) != 0 ||
                            PyUnicode_CheckExact(value) != 0 || PyBool_Check(value) != 0;

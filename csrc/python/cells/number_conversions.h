@@ -12,8 +12,8 @@ namespace autobatch {
 
 extern Switch number_conversions_switch;
 
-// Sets the function `convert(type, value)` of the thread's trace; null: no trace runs. `convert`
-// returns NotImplemented if the type itself should convert the value. Needs the GIL.
+// Sets the function `convert(type, value)` of the thread's trace. Null means that no trace runs.
+// `convert` returns NotImplemented if the type itself should convert the value. Needs the GIL.
 void trace_conversions(PyObject* convert);
 
 }  // namespace autobatch

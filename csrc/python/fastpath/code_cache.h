@@ -1,6 +1,6 @@
-// A cache of facts about Python code. The facts are stored in the code object and are freed
-// together with it. So programs that create code at run time (`exec`, notebooks) do not leak
-// memory.
+// A cache of facts about Python code. The facts about a code object are stored in the code object,
+// and are freed together with the code object. So programs that create code at run time (`exec`,
+// notebooks) do not leak memory.
 #pragma once
 
 #include <Python.h>
@@ -35,9 +35,9 @@ inline Py_ssize_t request_code_extra(freefunc free) {
 template <class Key, class Answer, class Hash = std::hash<Key>>
 class CodeCache {
  public:
-  // Returns the answer. At the first call, `make` computes it. The reference is valid until the
-  // code object is freed. If CPython could not store the answer, the reference is valid only until
-  // the next call.
+  // Returns the answer for the code object and the key. At the first call, `make` computes the
+  // answer. The reference is valid until the code object is freed. If CPython could not store the
+  // answer, the reference is valid only until the next call.
   template <class Make>
   const Answer& find(PyCodeObject* code, const Key& key, const Make& make) {
     PyObject* object = reinterpret_cast<PyObject*>(code);

@@ -33,12 +33,12 @@ constexpr size_t kMostParameters = 8;
 
 struct Parameter {
   Kind kind = Kind::kNone;   // accepted kind; kNone: only the default is accepted
-  bool scalar = false;       // accepts an int, float or bool; `kind` is not used
-  PyObject* name = nullptr;  // null: can't be passed by name
+  bool scalar = false;       // whether ints, floats and bools are accepted; `kind` is then not used
+  PyObject* name = nullptr;  // null if the argument can't be passed by name
   bool positional = true;
-  bool single = false;    // if `kind` is kInts: a single int is accepted
-  bool optional = false;  // None is accepted
-  bool number = false;    // a number is accepted in place of the tensor
+  bool single = false;    // if `kind` is kInts: whether a single int is accepted
+  bool optional = false;  // whether None is accepted
+  bool number = false;    // whether a number is accepted in place of the tensor
   bool has_default = false;
   Argument standard;
 };
@@ -47,11 +47,11 @@ struct Form {
   const OpInfo* op = nullptr;
   c10::SmallVector<Parameter, kMostParameters> parameters;
   size_t most_positional = 0;
-  bool spreads = false;  // the last list may be passed as separate arguments: `view(2, 3)`
+  bool spreads = false;  // whether the last list may be passed as separate arguments: `view(2, 3)`
 };
 
 // Returns the kind of a parameter's type. Returns kNone if the type is not supported. For a
-// parameter of such a type, only the default is accepted.
+// parameter of an unsupported type, only the default is accepted.
 Kind kind_of(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return Kind::kTensor;
   if (type.kind() == c10::TypeKind::IntType || type.kind() == c10::TypeKind::SymIntType) {
@@ -83,7 +83,7 @@ bool set_default(Parameter& parameter, const c10::IValue& value) {
   } else if (value.isDouble()) {
     a.kind = Kind::kDouble;
     a.number = value.toDouble();
-  } else if (value.isString()) {  // not copied: the schema owns the text and is never freed
+  } else if (value.isString()) {  // the schema owns the text, and is never freed
     a.kind = Kind::kString;
     a.text = value.toStringRef().data();
     a.size = value.toStringRef().size();
@@ -128,16 +128,17 @@ Form form_of(const std::string& name) {
 
 // The arguments of a vectorcall.
 struct Given {
-  PyObject* const* values;  // positional arguments, then keyword arguments
-  size_t count;             // of the positional arguments
-  PyObject* names;          // of the keyword arguments: a tuple, or null
+  PyObject* const* values;  // positional arguments, followed by keyword arguments
+  size_t count;             // number of positional arguments
+  PyObject* names;          // names of the keyword arguments: a tuple, or null
 };
 
 // The arguments of one call, converted for capture. The arguments contain pointers to the objects
 // of the call.
 class Arguments {
  public:
-  // Returns false if the arguments are not plain, or if they do not match the form.
+  // Reads the arguments of a call. Returns false if the arguments are not plain, or if they do not
+  // match the form.
   bool read(const Form& form, const Given& given) {
     std::array<PyObject*, kMostParameters> values{};
     const bool spread = form.spreads && given.count > 1 && !is_sequence(given.values[1]);
@@ -221,7 +222,7 @@ class Arguments {
   }
 
   bool read_value(const Parameter& parameter, PyObject* value, Argument& argument) {
-    if (value == Py_None) return parameter.optional;  // `argument` still is None
+    if (value == Py_None) return parameter.optional;  // `argument` still represents None
     if (parameter.scalar) return read_scalar(value, argument);
     argument.kind = parameter.kind;
     switch (parameter.kind) {
@@ -281,7 +282,7 @@ class Arguments {
   c10::SmallVector<int64_t, 8> integers_;
 };
 
-// Returns the results in the same form as PyTorch's bindings: one tensor, or a tuple.
+// Returns the results in the form that PyTorch's bindings return: one tensor, or a tuple.
 PyObject* objects_of(Graph& graph, at::ArrayRef<ValueId> results, bool list) {
   if (!list && results.size() == 1) return new_tensor_object(graph, results[0]);
   auto out =
@@ -313,16 +314,16 @@ bool captured(const Form& form, const Arguments& arguments, PyObject*& result) {
 // The replacement of one method or function of the table. If a method has no arguments, its C
 // function (ml_meth) is exchanged, because the interpreter may call the C function directly. In all
 // other methods and functions the vectorcall slot is exchanged. The C function of a builtin must
-// not change, because Python uses it to compare and hash builtin functions.
+// not change, because Python uses the C function to compare and hash builtin functions.
 struct Direct {
-  PyCFunction* alone = nullptr;  // the ml_meth to exchange; null: none
+  PyCFunction* alone = nullptr;  // the ml_meth to exchange, or null
   PyCFunction original_alone = nullptr;
   PyCFunction ours_alone = nullptr;
-  vectorcallfunc* call = nullptr;     // the vectorcall slot to exchange; null: none
-  vectorcallfunc original = nullptr;  // null: the tp_call of its class is called
+  vectorcallfunc* call = nullptr;     // the vectorcall slot to exchange, or null
+  vectorcallfunc original = nullptr;  // null: the tp_call of the function's class is called
   vectorcallfunc ours = nullptr;
   std::vector<Form> forms;
-  bool for_tensors = true;  // is_captured_for_tensors() of all forms
+  bool for_tensors = true;  // whether is_captured_for_tensors() is true for all forms
 };
 
 std::array<Direct, std::size(kNames)>& directs() {
@@ -390,7 +391,7 @@ template <size_t kName>
 void prepare() {
   constexpr int kPlain = METH_VARARGS | METH_KEYWORDS;
   Direct& direct = directs()[kName];
-  PyObject* found = find(kNames[kName]).release().ptr();  // never released
+  PyObject* found = find(kNames[kName]).release().ptr();  // the reference is never released
   if (found != nullptr && Py_IS_TYPE(found, &PyMethodDescr_Type)) {
     auto* method = reinterpret_cast<PyMethodDescrObject*>(found);
     if (method->d_method->ml_flags == METH_NOARGS) direct.alone = &method->d_method->ml_meth;

@@ -24,8 +24,8 @@ void remove_direct_calls();
 // a new reference. If no such call is cached, returns null with no exception set. Needs the GIL.
 PyObject* from_cache(const OpInfo& op, at::ArrayRef<Argument> arguments);
 
-// Calls PyTorch's function by its original vectorcall. If the function had no vectorcall, calls it
-// by its type's tp_call. Needs the GIL.
+// Calls PyTorch's function by its original vectorcall. If the function had no vectorcall, calls the
+// function by the tp_call of its type. Needs the GIL.
 PyObject* call_original(vectorcallfunc original, PyObject* function, PyObject* const* values,
                         size_t count, PyObject* names);
 

@@ -13,10 +13,10 @@ enum class Binding : uint8_t { kMethod, kTorch, kNN };
 struct DirectName {
   Binding binding;
   const char* name;
-  std::array<const char*, 2> ops;  // in the order of the binding's overloads
-  bool number = false;             // the second operand may be a Python number
-  bool whole = false;              // all arguments must be given: the binding's defaults differ
-                                   // from the schema's
+  std::array<const char*, 2> ops;  // overloads, in the order in which the binding tries them
+  bool number = false;             // whether the second operand may be a Python number
+  bool whole = false;              // whether all arguments must be given, because the binding's
+                                   // defaults differ from the schema's defaults
 };
 
 inline constexpr DirectName kNames[] = {

@@ -1,5 +1,5 @@
 // Handles in-place methods such as `y[i] = h` and `y += h` if `h` is pending and `y` is not. If no
-// other reference can observe the difference, `y` is made pending first
+// other reference to the memory of `y` can observe the difference, `y` first becomes pending
 // (autobatch/capture/adopt.h). Then the write can be captured, and `h` is not computed at this
 // point.
 #pragma once

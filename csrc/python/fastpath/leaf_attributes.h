@@ -20,7 +20,7 @@ class Name {
   PyObject* object() const { return object_; }
 
  private:
-  PyObject* object_;  // never released
+  PyObject* object_;  // the reference is never released
 };
 
 inline const Name kForward("forward");
@@ -33,10 +33,10 @@ inline const Name kBackwardPreHooks("_backward_pre_hooks");
 
 // The results of the attribute lookups in one module, in the order of the lookups. Each call of a
 // module looks up the same names in the same order. While the module's dicts do not change, the
-// results are the same too.
+// results of the lookups do not change.
 struct Findings {
   const void* kind = nullptr;  // the kind of module, which determines the lookups
-  uint64_t version = 0;        // of the module's `__dict__`; 0: the results are not kept
+  uint64_t version = 0;        // version of the module's `__dict__`; 0: no results are kept
   PyObject* parameters = nullptr;
   uint64_t parameters_version = 0;
   size_t count = 0;
@@ -45,7 +45,7 @@ struct Findings {
   // Returns the stored results for the module with this dict. If the dict has changed, the returned
   // object contains no results.
   static Findings& of(PyObject* dict, const void* kind) {
-    static std::array<Findings, 256> table;  // guarded by the GIL
+    static std::array<Findings, 256> table;  // the GIL guards the table
     Findings& known = table[reinterpret_cast<uintptr_t>(dict) * 0x9E3779B97F4A7C15U >> 56];
     const uint64_t version = version_of(dict);
     const bool same = version != 0 && known.version == version && known.kind == kind &&

@@ -97,8 +97,8 @@ PyObject* run(const Op& op) {
   }
 }
 
-// A function with the same effect as the module's `forward`. If it cannot handle the call, it
-// returns null with no exception set.
+// A function with the same effect as the module's `forward`. If the function cannot handle the
+// call, it returns null with no exception set.
 using Forward = PyObject* (*)(Attributes& module, const Inputs& in);
 
 PyObject* linear(Attributes& module, const Inputs& in) {
@@ -234,14 +234,14 @@ PyObject* gelu(Attributes& module, const Inputs& in) {
   return run([&] { return at::gelu(in.tensor(0), approximate); });
 }
 
-// Calls the modules of an nn.Sequential one after the other, like its `forward`.
+// Calls the modules of an nn.Sequential one after the other, like nn.Sequential's `forward`.
 PyObject* sequential(Attributes& module, const Inputs& in) {
   const py::object modules = module.values(kModules);
   if (!module.complete() || capturing_scope() == nullptr) return nullptr;
   py::object value = py::reinterpret_borrow<py::object>(in.args[0]);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(modules.ptr()); ++i) {
     PyObject* next = PyObject_CallOneArg(PyList_GET_ITEM(modules.ptr(), i), value.ptr());
-    if (next == nullptr) return nullptr;  // the exception is set
+    if (next == nullptr) return nullptr;  // a Python exception is set
     value = py::reinterpret_steal<py::object>(next);
   }
   return value.release().ptr();
@@ -259,7 +259,8 @@ struct Base {
   PyObject* call = PyObject_GetAttrString(type, "__call__");
   PyObject* call_impl = PyObject_GetAttrString(type, "_call_impl");
   PyObject* functions = PyModule_GetDict(attribute("torch.nn", "functional"));
-  ternaryfunc call_slot = reinterpret_cast<PyTypeObject*>(type)->tp_call;  // looks up `__call__`
+  // The original tp_call slot, which looks up `__call__`.
+  ternaryfunc call_slot = reinterpret_cast<PyTypeObject*>(type)->tp_call;
   std::vector<PyObject*> global_hooks;
 
   Base() {
@@ -292,8 +293,8 @@ struct Base {
 };
 
 struct LeafModule {
-  const char* name;      // in torch.nn
-  const char* function;  // in torch.nn.functional, called by `forward`; null: none
+  const char* name;      // name of the class in torch.nn
+  const char* function;  // function of torch.nn.functional that `forward` calls, or null
   Py_ssize_t most_inputs;
   Forward forward;
   bool takes_tensor = true;
@@ -325,8 +326,8 @@ LeafModule leaf_modules[] = {
     {"Sequential", nullptr, 1, sequential, false},
 };
 
-// Returns the entry of this class. Returns null if the class is not in the table; entries of base
-// classes do not count.
+// Returns the entry of this class. Returns null if the table has no entry for the class, even if
+// the table has an entry for a base class.
 LeafModule* leaf_of(PyTypeObject* type) {
   for (LeafModule& leaf : leaf_modules) {
     if (leaf.type == type) return &leaf;
@@ -381,7 +382,7 @@ PyObject* call_leaf(PyObject* self, PyObject* args, PyObject* names) {
         if (result != nullptr || PyErr_Occurred() != nullptr) return result;
       }
     }
-    return Base::get().call_slot(self, args, names);  // also runs if a subclass inherits this slot
+    return Base::get().call_slot(self, args, names);  // also runs for subclasses
   } catch (const std::exception&) {
     torch::translate_exception_to_python(std::current_exception());
     return nullptr;

@@ -9,9 +9,9 @@
 
 namespace autobatch {
 
-// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. A class
-// whose `__call__` is not the one of nn.Module is not changed. If the user has replaced `forward`,
-// or the function that `forward` calls, calls are passed to nn.Module.__call__.
+// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. A class is
+// not changed if it has another `__call__` than nn.Module. If the user has replaced `forward`, or
+// the function that `forward` calls, calls are passed to nn.Module.__call__.
 extern Switch leaf_modules_switch;
 
 void install_leaf_modules();

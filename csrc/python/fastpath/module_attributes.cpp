@@ -22,7 +22,7 @@ struct Names {
   PyObject* getattribute = PyUnicode_InternFromString("__getattribute__");
   PyObject* getitem = PyUnicode_InternFromString("__getitem__");
   PyObject* modules = PyUnicode_InternFromString("_modules");
-  PyObject* tables[3] = {PyUnicode_InternFromString("_parameters"),  // in nn.Module's order
+  PyObject* tables[3] = {PyUnicode_InternFromString("_parameters"),  // in nn.Module's search order
                          PyUnicode_InternFromString("_buffers"), modules};
 };
 
@@ -59,8 +59,8 @@ PyObject* item(PyObject* dict, PyObject* key) {
 // The result of an attribute lookup in a module. The result is valid until the version of a
 // searched dict changes. The searched dicts are the module's `__dict__` and the tables in it.
 struct Finding {
-  PyObject* name = nullptr;  // owned, so that its address is not reused
-  uint64_t version = 0;      // of `__dict__`
+  PyObject* name = nullptr;  // owned, so that no other name gets its address
+  uint64_t version = 0;      // version of `__dict__`
   size_t num_tables = 0;
   std::array<PyObject*, 3> tables{};
   std::array<uint64_t, 3> table_versions{};
@@ -68,7 +68,7 @@ struct Finding {
 
   // Returns the cache entry for the attribute. Several attributes may use the same entry.
   static Finding& of(const PyObject* dict, const PyObject* name) {
-    static std::array<Finding, 256> table;  // guarded by the GIL
+    static std::array<Finding, 256> table;  // the GIL guards the table
     const uintptr_t both = reinterpret_cast<uintptr_t>(dict) ^ reinterpret_cast<uintptr_t>(name)
                                                                    << 1;
     return table[both * 0x9E3779B97F4A7C15U >> 56];
@@ -113,8 +113,8 @@ PyObject* find_attribute(PyObject* dict, PyObject* name) {
 PyObject* get_attribute(PyObject* self, PyObject* name) {
   const Original& original = Original::get();
   PyObject* of_class = _PyType_Lookup(Py_TYPE(self), name);
-  // The common case: the attribute is a method of the class. The generic lookup can't fail, so
-  // `__getattr__` is not needed.
+  // In the common case, the attribute is a method of the class. The generic lookup can't fail in
+  // this case, so `__getattr__` is not needed.
   if (of_class != nullptr &&
       PyType_HasFeature(Py_TYPE(of_class), Py_TPFLAGS_METHOD_DESCRIPTOR) != 0) {
     return PyObject_GenericGetAttr(self, name);

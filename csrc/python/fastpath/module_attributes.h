@@ -11,9 +11,9 @@
 
 namespace autobatch {
 
-// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. They change
-// the classes outside torch that use nn.Module's `__getattr__`. If a class is created while a block
-// is open, it is changed when the next block opens.
+// Both functions need the GIL, and raise Python's exceptions as py::error_already_set. Both
+// functions change the classes outside torch that use nn.Module's `__getattr__`. A class that is
+// created while a block is open is changed when the next block opens.
 extern Switch module_attributes_switch;
 
 void install_module_attributes();

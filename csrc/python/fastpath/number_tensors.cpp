@@ -50,7 +50,8 @@ std::optional<Number> number_of(PyObject* object) {
 }
 
 // Reads the option `dtype` or `device`. Returns false for other options and for devices other than
-// the CPU. The dtype must be the dtype of the number, float32 or float64; otherwise returns false.
+// the CPU. The dtype must be the dtype of the number, float32 or float64. For other dtypes, returns
+// false.
 bool read_option(std::string_view name, PyObject* value, Number& number) {
   if (value == Py_None) return name == "dtype" || name == "device";
   if (name == "device") {
@@ -63,7 +64,7 @@ bool read_option(std::string_view name, PyObject* value, Number& number) {
   const c10::ScalarType dtype = reinterpret_cast<THPDtype*>(value)->scalar_type;
   const bool is_float = dtype == c10::kFloat || dtype == c10::kDouble;
   if (!is_float && (dtype != number.dtype || number.value.isFloatingPoint())) return false;
-  if (is_float) number.value = number.value.toDouble();  // rounds twice, like PyTorch
+  if (is_float) number.value = number.value.toDouble();  // rounds twice, as PyTorch does
   number.dtype = dtype;
   return true;
 }
@@ -111,7 +112,7 @@ PyObject* captured_number(const Number& number) {
 
 // A function of PyTorch and its original vectorcall.
 struct Patched {
-  PyCFunctionObject* function = nullptr;  // never released
+  PyCFunctionObject* function = nullptr;  // the reference is never released
   vectorcallfunc original = nullptr;
 };
 std::array<Patched, 2> patched;

@@ -143,7 +143,8 @@ PyMethodDef* increment_version_method() {
 
 PyCFunction original_increment_version = nullptr;
 
-// Computes the tensors first, because a pending tensor has no version counter yet.
+// Computes the tensors before PyTorch's function runs, because a pending tensor has no version
+// counter yet.
 PyObject* increment_version(PyObject* module, PyObject* tensors) {
   HANDLE_TH_ERRORS
   const auto all = py::reinterpret_steal<py::object>(PySequence_Tuple(tensors));
@@ -195,8 +196,8 @@ class HistoryRead {
 
 HistoryRead leaf_read("is_leaf"), node_read("grad_fn");
 
-// Returns the pending tensor that `self` contains, if it belongs to this thread's scope. Returns
-// null if there is no such tensor, or if PyTorch's getter must run.
+// Returns the pending tensor that `self` contains, if the pending tensor belongs to this thread's
+// scope. Returns null if there is no such tensor, or if PyTorch's getter must run.
 const PendingTensor* plainly_pending(PyObject* self) {
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) return nullptr;
   const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
@@ -233,9 +234,9 @@ bool defer_hooks(PyObject* self) {
          defer_request(tensor, attach_hooks);
 }
 
-// Keeps a new leaf (new_leaves.h) alive until it is computed. In eager mode, the autograd graph
-// keeps a leaf alive, and calls the leaf's hooks. The program may register hooks after it has read
-// `grad_fn`.
+// Keeps a new leaf (new_leaves.h) alive until the leaf is computed. In eager mode, the autograd
+// graph keeps a leaf alive, and calls the leaf's hooks. The program may register hooks after it has
+// read `grad_fn`.
 void keep_leaf(const at::Tensor& tensor) {
   const auto nothing = [](const at::Tensor&) {};
   if (!as_pending(tensor)->has_request(nothing)) defer_request(tensor, nothing);
@@ -394,7 +395,7 @@ void remove_dlpack() {
 struct Patch {
   void (*install)();
   void (*remove)();
-  Switch* fast_path = nullptr;  // null: without the change, results are wrong
+  Switch* fast_path = nullptr;  // null if results are wrong without the change
   bool is_installed = false;
 };
 
@@ -419,7 +420,7 @@ Patch patches[] = {
     {install_frame_memory, remove_frame_memory, &frame_memory_switch},
 };
 
-int open_blocks = 0;  // of all threads; guarded by the GIL
+int open_blocks = 0;  // number of open blocks of all threads; guarded by the GIL
 
 }  // namespace
 

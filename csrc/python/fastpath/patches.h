@@ -5,8 +5,8 @@
 
 namespace autobatch {
 
-// Both functions need the GIL. The first block that opens installs these changes, and the last
-// block that closes removes them:
+// block_opens() and block_closes() need the GIL. The first block that opens installs these changes,
+// and the last block that closes removes them:
 //   - the fast path to capture (direct_calls.h);
 //   - the fast paths through nn.Module (leaf_modules.h, module_attributes.h);
 //   - capture of tensors that are created from Python numbers (number_tensors.h);

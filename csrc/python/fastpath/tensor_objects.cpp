@@ -41,16 +41,16 @@ constexpr bool kObjectsWait = PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0
 constexpr size_t kMostWaiting = 1 << 14;
 
 // The objects that wait for reuse. Objects in this list have refcount 0 and hold no reference to
-// their class. Guarded by the GIL.
+// their class. The GIL guards the list.
 struct Waiting {
-  PyObject** objects = nullptr;  // array of kMostWaiting, allocated at first use
+  PyObject** objects = nullptr;  // array of kMostWaiting objects, allocated at first use
   size_t count = 0;
 };
 constinit Waiting waiting;
 
 // Keeps an object that Python has destroyed but not freed. Returns false if the object can't be
-// reused. For example, it can't be reused if its class now has a `__del__`, because Python calls
-// `__del__` only once for each object.
+// reused. For example, an object can't be reused if its class now has a `__del__`, because Python
+// calls `__del__` only once for each object.
 bool keep(PyObject* self) {
   if (!kObjectsWait || PyObject_GC_IsFinalized(self) != 0 || waiting.count >= kMostWaiting ||
       !Py_IS_TYPE(self, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
@@ -84,14 +84,15 @@ PyObject* use_again(Graph& graph, ValueId id) {
 // --- destruction ---
 
 void free_object(PyObject* self) {
-  // After this call, code that holds a weak reference to the tensor can no longer find the object.
+  // After this call, code that holds a weak reference to the tensor cannot find the object any
+  // more.
   tensor_of(self).unsafeGetTensorImpl()->pyobj_slot()->clear();
   std::destroy_at(&tensor_of(self));
   Py_TYPE(self)->tp_free(self);
 }
 
-// The function in the tp_dealloc slot. For pending tensors it has the same effect as PyTorch's
-// function, but does not release the GIL.
+// The function in the tp_dealloc slot. For pending tensors, this function has the same effect as
+// PyTorch's function, but does not release the GIL.
 void drop(PyObject* self) {
   auto& object = *reinterpret_cast<THPVariable*>(self);
   if (!is_last_of_pending(object)) return original(self);

@@ -21,8 +21,8 @@ FiberState::FiberState() {
 
 FiberState::~FiberState() { reset(); }
 
-// If a hook fails, the state that it handles is not switched. The error does not belong to an
-// instance, so it is reported as unraisable.
+// If a hook fails, the state that the hook handles is not switched. The error does not belong to an
+// instance, so the error is reported as unraisable.
 FiberState::Saved FiberState::save() const {
   Saved saved;
   for (const Hook& hook : hooks_) {
@@ -33,7 +33,7 @@ FiberState::Saved FiberState::save() const {
 }
 
 void FiberState::restore(const Saved& saved) const {
-  PyObject *type, *value, *traceback;  // of an error that is being propagated
+  PyObject *type, *value, *traceback;  // the error that is being propagated
   PyErr_Fetch(&type, &value, &traceback);
   for (size_t i = 0; i < saved.size(); ++i) {
     if (!saved[i]) continue;

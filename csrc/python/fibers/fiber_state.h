@@ -1,6 +1,6 @@
-// Process-wide state of PyTorch and Python packages, such as a stack of contexts. Each instance of
-// a map gets a separate copy of this state. When fibers are switched, hooks save the state of one
-// instance and restore the state of the next.
+// Handles process-wide state of PyTorch and Python packages, such as a stack of contexts. Each
+// instance of a map gets a separate copy of this state. When fibers are switched, hooks save the
+// state of one instance and restore the state of the next.
 #pragma once
 
 #include <Python.h>

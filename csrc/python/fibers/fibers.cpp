@@ -84,7 +84,7 @@ void MapPool::note_end(Fiber& fiber, Ref result) {
 
 void MapPool::note_failed_end(Fiber& fiber) {
   if (PyErr_ExceptionMatches(PyExc_Exception) != 0) {
-    PyErr_WriteUnraisable(function_);  // raised by a `finally` block while the fiber was ended
+    PyErr_WriteUnraisable(function_);  // a `finally` block raised this error while the fiber ended
   } else {
     note_error(fiber.index(), fetch_error());
   }
@@ -135,9 +135,9 @@ void MapPool::serve_host(at::ArrayRef<Fiber*> waiting) {
   }
 }
 
-// If a check of the instance has failed, records the error of the first failed check; otherwise
-// returns false. In eager mode, a failed check ends the instance. So the error of the check
-// replaces the instance's result, or an error that the instance has raised later.
+// If a check of the instance has failed, records the error of the first failed check and returns
+// true. Otherwise returns false. In eager mode, a failed check ends the instance. So the error of
+// the check replaces the instance's result, or an error that the instance has raised later.
 bool MapPool::note_failed_check(size_t index, uint64_t fiber) {
   const std::exception_ptr failed = scope().failed_check(fiber);
   if (!failed) return false;
@@ -213,7 +213,7 @@ PyObject* MapPool::finish() {
 //     for each payload.
 //   tensors_in(result) returns the list of the tensors in a result.
 //   note_shared(error) adds a note to the error of an instance.
-//   warn(text) is called if instances used shared memory in another order than a loop.
+//   warn(text) is called if instances used shared memory in another order than a loop would.
 PyObject* run_fibers(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *function, *iterator, *serve, *tensors_in, *note_shared, *warn;
@@ -241,8 +241,8 @@ PyObject* run_fibers(PyObject*, PyObject* args) {
 }
 
 // wait_in_fiber(payload) suspends the fiber until `serve` has been called with the payload, and
-// returns the outcome. A fiber of a Server is suspended until `wake` is called, and the result is
-// None. If the running code can't be suspended, the result is NotImplemented.
+// returns the outcome. A fiber of a Server is suspended until `wake` is called, and the function
+// returns None. If the running code can't be suspended, the function returns NotImplemented.
 PyObject* wait_in_fiber(PyObject*, PyObject* payload) {
   HANDLE_TH_ERRORS
   auto* fiber = dynamic_cast<GreenletFiber*>(Fiber::suspendable());
@@ -287,7 +287,8 @@ PyObject* register_fiber_state(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// keep_turn(cause): the running instance, if there is one, is not suspended until it ends.
+// keep_turn(cause) prevents the suspension of the running instance (if there is one) until the
+// instance ends.
 PyObject* keep_turn(PyObject*, PyObject* cause) {
   const char* text = PyUnicode_AsUTF8(cause);
   if (text == nullptr) return nullptr;

@@ -17,8 +17,8 @@ constexpr size_t kMostChunks = 512;
 // CPython's allocator of arenas, which is also used for the chunks of frame stacks.
 PyObjectArenaAllocator original{};
 
-// The kept chunks. A mutex guards the chunks, because a thread state may be deleted without the
-// GIL.
+// The chunks that are kept for later frame stacks. A mutex guards the chunks, because a thread
+// state may be deleted without the GIL.
 struct Kept {
   std::mutex mutex;
   std::array<void*, kMostChunks> chunks{};

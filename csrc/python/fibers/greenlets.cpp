@@ -76,8 +76,8 @@ PyObject* GreenletFiber::runner() {
 Fiber::Left GreenletFiber::leave() {
   const Gil gil;
   const Greenlets& api = Greenlets::api();
-  // The running greenlet may be one that the instance's code has created, and it may be in
-  // destruction. The stack of such a greenlet does not end at stack_top_.
+  // The instance's code may have created the running greenlet, which may also be in destruction.
+  // The stack of such a greenlet does not end at stack_top_.
   if (!runs()) return Left::kNot;
   if (is_in_pybind11(__builtin_frame_address(0), stack_top_)) return Left::kNot;
   const auto* next = static_cast<const GreenletFiber*>(next_served());

@@ -11,11 +11,11 @@
 
 namespace autobatch {
 
-// The C API of greenlet. Its functions are read from the table in greenlet's capsule. greenlet.h
+// The C API of greenlet. The functions are read from the table in greenlet's capsule. greenlet.h
 // defines the order of the table, and the order is stable. So the build needs neither greenlet.h
 // nor greenlet.
 struct Greenlets {
-  PyObject* exit;  // GreenletExit
+  PyObject* exit;  // the class GreenletExit
   PyObject* (*make)(PyObject* run, PyObject* parent);
   PyObject* (*current)();
   PyObject* (*raise)(PyObject* greenlet, PyObject* type, PyObject* value, PyObject* traceback);
@@ -37,7 +37,7 @@ class Gil {
   bool taken_;
 };
 
-// Returns the current Python exception as a C++ exception, and clears it.
+// Returns the current Python exception as a C++ exception, and clears the Python exception.
 python_error fetch_error();
 // Translates a C++ exception to a Python exception.
 python_error as_python(const std::exception_ptr& error);

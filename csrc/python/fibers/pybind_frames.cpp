@@ -30,7 +30,8 @@ __attribute__((no_sanitize("address"), optimize("O3"))) bool has_load_factor(
   return ones != 0;
 }
 
-// Returns the first words that look like an empty set; null if there are none.
+// Returns the address of the first words that look like an empty set, or null if there are no such
+// words.
 __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_t* low,
                                                                   const uintptr_t* high) {
   for (; low + 7 <= high; ++low) {
@@ -40,9 +41,9 @@ __attribute__((no_sanitize("address"))) const uintptr_t* find_set(const uintptr_
   return nullptr;
 }
 
-// Returns the base address of the library that contains the function; null if it is unknown. The
-// address is cached, because dladdr() searches the library's symbol table, and the same few
-// functions are looked up repeatedly. Needs the GIL. Libraries must not be unloaded.
+// Returns the base address of the library that contains the function, or null if the library is
+// unknown. The address is cached, because dladdr() searches the library's symbol table, and the
+// same few functions are looked up repeatedly. Needs the GIL. Libraries must not be unloaded.
 const void* library_of(const void* function) {
   constexpr size_t kMost = 1 << 12;
   static auto* known = new std::unordered_map<const void*, const void*>();
@@ -72,11 +73,12 @@ const void* function_of(const char* module_name, const char* name) {
 // Finds the function whose frame contains an address of the stack.
 struct Owner {
   uintptr_t address;
-  void* function = nullptr;  // function of the frame visited last
+  void* function = nullptr;  // function of the last visited frame
 
   static _Unwind_Reason_Code visit(_Unwind_Context* context, void* data) {
     auto& owner = *static_cast<Owner*>(data);
-    // The previously visited frame ends at the start of this frame, so it contains the address.
+    // The previously visited frame ends at the start of this frame, so the previously visited frame
+    // contains the address.
     if (_Unwind_GetCFA(context) > owner.address) return _URC_END_OF_STACK;
     owner.function = reinterpret_cast<void*>(_Unwind_GetRegionStart(context));
     return _URC_NO_REASON;
@@ -90,8 +92,9 @@ const void* torch_dispatcher() {
   return found;
 }
 
-// Whether a frame of the function may contain a record of pybind11. If it cannot, the words that
-// look like a record were written by an earlier call, and the frame has not overwritten them.
+// Whether a frame of the function may contain a record of pybind11. If the frame cannot contain a
+// record, the words that look like a record were written by an earlier call, and the frame has not
+// overwritten them.
 bool may_hold_record(const void* function) {
   static const void* const python = library_of(reinterpret_cast<const void*>(&PyList_New));
   static const void* const core = library_of(reinterpret_cast<const void*>(&current_site));

@@ -40,8 +40,8 @@ struct Server {
 RequestPool& pool_of(PyObject* self) { return *reinterpret_cast<Server*>(self)->pool; }
 
 // Translates C++ exceptions to Python exceptions. Functions that run fibers can't use
-// HANDLE_TH_ERRORS, because it puts a warning handler on the stack. A fiber that starts under this
-// handler may return to it when the handler no longer exists.
+// HANDLE_TH_ERRORS, because this macro puts a warning handler on the stack. A fiber that starts
+// under this handler may return to the handler after the handler has been destroyed.
 template <class Function>
 PyObject* guarded(const Function& function) {
   try {

@@ -26,7 +26,8 @@ using LargeProgram = KernelParameter<kMostKernelSteps>;
 static_assert(sizeof(SmallProgram) <= 4096 && sizeof(LargeProgram) <= 32'764,
               "parameters of a launch");
 
-// The type in which eager mode computes: float for half types.
+// The type in which eager mode computes for elements of type T: float for half types, and T
+// otherwise.
 template <class T>
 struct Computed {
   using Type = T;

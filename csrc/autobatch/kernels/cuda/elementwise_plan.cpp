@@ -7,8 +7,8 @@
 namespace autobatch::cuda {
 namespace {
 
-// Number of elements that a block computes in each step, if there are enough rows to keep a large
-// GPU busy (kManyBlocks). With fewer rows, each block has one row, so that the blocks finish
+// Number of elements that a thread block computes in each step, if there are enough rows to keep a
+// large GPU busy (kManyBlocks). With fewer rows, each block has one row, so that the blocks finish
 // sooner.
 constexpr int64_t kElementsOfBlock = 1024;
 constexpr int64_t kManyBlocks = 264;  // two for each multiprocessor of an H100

@@ -20,8 +20,8 @@ struct ElementwisePlan {
 
 AUTOBATCH_INTERNAL std::optional<Element> element_of(c10::ScalarType type);
 
-// The dtype of the program must be one that `element_of` supports, and a row must have less than
-// 2^31 elements.
+// Returns the plan for a program. `element_of` must support the dtype of the program, and a row
+// must have less than 2^31 elements.
 AUTOBATCH_INTERNAL ElementwisePlan plan_elementwise(const ElementwiseProgram& program);
 
 }  // namespace autobatch::cuda

@@ -283,8 +283,7 @@ int launch_rows(const SentRows& rows, int64_t* out, cudaStream_t stream) {
   return launch(find_rows_kernel<Source>, rows.layout.total, stream, source, rows.layout, out);
 }
 
-// Calls `launch` with a value of the type that has `unit` bytes. Returns the error code of
-// `launch`.
+// Calls `launch` with a value of a type that has `unit` bytes. Returns the error code of `launch`.
 template <class Launch>
 int with_unit(int unit, const Launch& launch) {
   switch (unit) {
@@ -309,7 +308,7 @@ bool has_kernels() {
   cudaFuncAttributes attributes;
   if (cudaFuncGetAttributes(&attributes, gather_kernel<uint4, LargeTable>) == cudaSuccess)
     return true;
-  cudaGetLastError();  // clears the error, so that later calls do not report it
+  cudaGetLastError();  // clears the error, so that later calls do not report this error
   return false;
 }
 

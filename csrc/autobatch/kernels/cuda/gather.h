@@ -1,6 +1,6 @@
-// The CUDA kernels for regions and rows. Each call is one launch, for any number of regions and
-// buffers. This file and gather.cu include no torch header, so any version of nvcc can compile them
-// (`make cuda-check`).
+// The CUDA kernels for regions and for lookups of rows. Each call is one launch, for any number of
+// regions and buffers. This file and gather.cu include no torch header, so any version of nvcc can
+// compile them (`make cuda-check`).
 #pragma once
 
 #include "autobatch/kernels/cuda/region_layout.h"
@@ -10,8 +10,8 @@ struct CUstream_st;  // cudaStream_t is a pointer to it
 
 namespace autobatch::cuda {
 
-// Whether this library has the kernels for the current device. The kernels are compiled for a list
-// of architectures, from compute capability 7.0 on.
+// Whether this library contains the kernels for the current device. The kernels are compiled for a
+// list of architectures, from compute capability 7.0 on.
 bool has_kernels();
 
 // A table of at most this many bytes is passed as a parameter of the kernel. On an H100, a

@@ -21,8 +21,8 @@ namespace autobatch::cuda {
 namespace {
 
 // Whether the kernels can be used on the current device and stream. The kernels can't be used while
-// a CUDA graph is captured. Each replay of the graph would copy the table from the same host memory
-// again, but this memory may then contain other data.
+// a CUDA graph is captured. Each replay of the CUDA graph would copy the table from the same host
+// memory again, but at that time this memory may contain other data.
 bool can_launch() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None &&
          has_kernels_here();
@@ -36,8 +36,8 @@ bool all_on(const Regions& regions, const at::Tensor& packed) {
          });
 }
 
-// Returns a copy, on the device, of the bytes that `write` writes. Does not wait for the copy,
-// because the allocator of pinned memory reuses the source only when the copy is done.
+// Returns a copy, on the device, of the bytes that `write` writes. Does not wait for the copy. This
+// is safe, because the allocator of pinned memory reuses the source only after the copy is done.
 template <class Write>
 at::Tensor send(int64_t bytes, c10::Device device, const Write& write) {
   const at::Tensor pinned =

@@ -14,9 +14,9 @@ enum class Element : uint8_t { kHalf, kBFloat16, kFloat, kDouble };
 
 inline constexpr int kMostDims = 6;
 
-// The shape of a region: an outer loop over contiguous runs. All lengths in this file count units.
-// A unit has 16 bytes if all regions of the table are aligned to 16 bytes, and fewer bytes
-// otherwise.
+// The shape of a region. A region consists of contiguous runs, and `sizes` and `strides` describe a
+// loop over the runs. All lengths in this file count units. A unit has 16 bytes if all regions of
+// the table are aligned to 16 bytes, and fewer bytes otherwise.
 struct Shape {
   int64_t run;  // units in one run
   int32_t dims;
@@ -28,7 +28,7 @@ struct Entry {
   uint64_t address;
   int64_t start;  // units from the start of the packed side
   int32_t shape;
-  int32_t count;  // number of contributions to the region; `first`: the first of them
+  int32_t count;  // number of contributions to the region; `first`: index of the first one
   int64_t first;
 };
 
@@ -37,10 +37,10 @@ struct Entry {
 struct Table {
   const Entry* entries;
   const Shape* shapes;
-  const int64_t* contributions;  // where each contribution starts in the values
+  const int64_t* contributions;  // start of each contribution in the values
   int64_t num_entries;
   int64_t uniform;  // units of each region if all have the same length, otherwise 0
-  int64_t total;    // units of all regions
+  int64_t total;    // total number of units of all regions
 };
 
 // The sizes of a table. The bytes of a table contain first the entries, then the shapes, then the

@@ -70,7 +70,7 @@ class Planner {
 
  private:
   Plan plan_;
-  uint64_t bits_ = 0;  // all addresses and lengths that a unit must divide, combined by OR
+  uint64_t bits_ = 0;  // bitwise OR of all addresses and lengths that a unit must divide
   std::unordered_map<const Geometry*, int32_t> numbers_;
 };
 
@@ -86,7 +86,7 @@ const char* address_of(const Region& region, bool writes) {
 struct Contribution {
   const char* address;
   const Geometry* geometry;
-  int64_t start;  // in bytes, from the start of the values
+  int64_t start;  // number of bytes from the start of the values
 };
 
 bool is_same_place(const Contribution& a, const Contribution& b) {
@@ -146,7 +146,7 @@ std::optional<Plan> plan_sums(const Regions& regions, size_t item, bool is_compl
     });
   }
   Planner planner(values);
-  const char* end = nullptr;  // end of the regions so far
+  const char* end = nullptr;  // end of the regions that were visited
   for (size_t i = 0; i < all.size(); ++i) {
     const Contribution& c = all[i];
     planner.note_start(c.start);

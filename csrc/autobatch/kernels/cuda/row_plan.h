@@ -15,7 +15,8 @@ struct RowPlan {
   std::vector<RowEntry> entries;
 };
 
-// Returns nullopt if the lookups have more dimensions or lists than the kernel supports.
+// Returns the table for `query`, or nullopt if the lookups have more dimensions or lists than the
+// kernel supports.
 AUTOBATCH_INTERNAL std::optional<RowPlan> plan_rows(const RowQuery& query);
 
 }  // namespace autobatch::cuda

@@ -18,7 +18,7 @@ struct RowEntry {
     int64_t length, step;
     int64_t strides[kMostLookupDims];
   };
-  int64_t start;  // number of lookups of the members before this one
+  int64_t start;  // number of lookups of all previous members
   int64_t first;
   // Sizes and steps of the member's dimensions. If the member has fewer than kMostLookupDims
   // dimensions, the first sizes are 1.
@@ -29,7 +29,7 @@ struct RowEntry {
 // The data that all entries have in common.
 struct RowLayout {
   int64_t num_entries;
-  int64_t total;  // lookups of all entries
+  int64_t total;  // number of lookups of all entries
   int32_t lists;
   bool is_int[kMostLists];  // for each list: whether its values are int32 (otherwise int64)
   bool from_end;
