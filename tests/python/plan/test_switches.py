@@ -142,7 +142,7 @@ def conversions(width: int) -> Callable[[], list[Tensor]]:
     return lambda: [called(rand(3 + n, width), start) for n, start in enumerate(starts)]
 
 
-# The meaning of each switch, and whether it exists on this machine.
+# For each switch: a program that uses it, and whether the switch exists on this machine.
 PROGRAMS: dict[str, tuple[Program, bool]] = {
     "common_subexpressions": (weights, True),
     "fuse_sums": (sums, True),
