@@ -1,4 +1,4 @@
-"""Expressions that passes may rewrite, with parts that are used in ways that a pass must respect."""
+"""Expressions that passes may rewrite, whose parts are used in ways that a pass must respect."""
 
 from __future__ import annotations
 
