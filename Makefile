@@ -29,7 +29,7 @@ define build
   cp pyproject.toml $(VENV)/.installed; }
 endef
 
-.PHONY: all help demo test test-device launches sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel wheels docs docs-links format lint clean distclean
+.PHONY: all help demo test test-switches test-device launches sanitize sweep fuzz bench bench-quick gpu gpu-wheels bench-real test-real bench-cpp compat cuda-check build wheel wheels docs docs-links format lint clean distclean
 
 all: build
 
@@ -51,6 +51,18 @@ test: ## run all Python and C++ tests
 	@status=0; \
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(ARGS) || status=1; \
 	ctest --test-dir build/latest --output-on-failure || status=1; \
+	exit $$status
+
+test-switches: ## run the Python tests with each pass and fast path off, one after the other (two hours); SWITCHES="fuse_sums"
+	@$(BOOTSTRAP) build test
+	$(call build)
+	@status=0; export OMP_NUM_THREADS=1; \
+	names="$(SWITCHES)"; \
+	test -n "$$names" || names=$$($(PY) -c "from torch_autobatch import _C; print(*_C.switches())"); \
+	for name in $$names; do \
+	  echo "without $$name:"; \
+	  AUTOBATCH_DISABLE=$$name $(PY) -m pytest -q -n $${CMAKE_BUILD_PARALLEL_LEVEL:-2} $(ARGS) || status=1; \
+	done; \
 	exit $$status
 
 # Tests of features that only the CPU has are left out (tests/device/left_out.py).
