@@ -108,10 +108,9 @@ def put_rows(to: Tensor, start: int | None, stop: int | None, value: Tensor) -> 
 
     If `start > stop`, the copy has another shape than `to`.
     """
-    rows = to[start:stop]
-    before = [] if start is None else [to[:start]]
     after = [] if stop is None else [to[stop:]]
-    return torch.cat([*before, value.expand_as(rows), *after])
+    # `to` is always an operand, because it gets a gradient of zeros if all its rows are replaced.
+    return torch.cat([to[: start or 0], value.expand_as(to[start:stop]), *after])
 
 
 def _puts_rows(to: Tensor, index: Any, value: Any) -> bool:

@@ -46,6 +46,9 @@ def with_templates(
     """
     returned = dict.fromkeys(VARIABLE.findall(program.returned))
     given = [name for name in returned if name[0] in "rs"]
+    # Each call makes these aliases again, because `.data = ...` replaces the memory of a weight.
+    aliases = [line for line in lines if line.name == "__get__data" and _is_of_weights(line)]
+    lines = [line for line in lines if line not in aliases]
     asks = [other for other in lines if other.selects or _is_question(other)]
     sizes = _needed(lines, look_up)  # sizes that the look-up reads
     first = [line for line in _needed(lines, asks) if line not in sizes]
@@ -59,7 +62,8 @@ def with_templates(
     done = {*(other for other in first if not other.is_number), *asks, *views.lines}
     rest = without_unused([other for other in lines if other not in done], program.returned)
     asked = {name for other in rest for name in other.variables()}
-    computed = [other.target for other in (*look_up, *first) if not other.is_number]
+    before = (*aliases, *look_up, *first)
+    computed = [other.target for other in before if not other.is_number]
     inputs = [name for name in (*program.inputs, *computed) if name in asked]
     source = source_of_function(inputs, rest, f"({''.join(f'{name}, ' for name in given)})")
     of_body = {**constants, **views.made}
@@ -73,7 +77,7 @@ def with_templates(
     ]
     if not any(_NOT_OF_KINDS.search(other.source) for other in first):
         first = by_data(program, first, asked, constants, file, line)
-    return [*sizes, *look_up, *first, *call], body
+    return [*aliases, *sizes, *look_up, *first, *call], body
 
 
 class _WeightViews:
@@ -117,6 +121,10 @@ class _WeightViews:
             self._places[line.target] = _place(weight)
             self.made[line.target], self._of[line.target] = view, weight
             self._make[line.target] = make
+
+
+def _is_of_weights(line: Line) -> bool:
+    return all(name[0] == "k" for name in line.arguments())
 
 
 def _eagerly(make: Callable[[], Tensor]) -> Tensor:

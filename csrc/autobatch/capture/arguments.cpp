@@ -1,6 +1,7 @@
 #include "autobatch/capture/arguments.h"
 
 #include "autobatch/capture/capture.h"
+#include "autobatch/capture/shape_inference.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/scope/scope.h"
 
@@ -70,9 +71,14 @@ Scan scan(const OpInfo& info, const Graph& graph, at::ArrayRef<c10::IValue> argu
 }
 
 bool makes_constant(const OpInfo& info, at::ArrayRef<c10::IValue> arguments) {
-  if (info.action == Action::kView && !c10::GradMode::is_enabled()) {
+  if (info.action == Action::kView && !c10::GradMode::is_enabled() && !info.cuts_gradient) {
     const at::Tensor& of = arguments[0].toTensor();
-    return as_pending(of) == nullptr && of.requires_grad();
+    if (as_pending(of) != nullptr || !of.requires_grad()) return false;
+    // Autograd does not know that the result of `_unsafe_view` is a view.
+    const bool is_known = info.handle.schema().returns().front().alias_info() != nullptr;
+    ViewResult result;
+    if (is_known) infer_views(info, arguments, result);
+    return result.outcome == ViewOutcome::kViews;  // false for the copy that reshape may make
   }
   bool reads = info.random;
   for (const c10::IValue& value : arguments) {

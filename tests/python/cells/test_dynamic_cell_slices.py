@@ -138,6 +138,22 @@ def test_one_program_serves_all_bounds(name: str) -> None:
     assert scope.report().batches < 40
 
 
+def test_rows_that_are_all_replaced_get_gradients_of_zeros() -> None:
+    def function(x: Tensor, value: Tensor) -> Tensor:
+        out = x @ WEIGHT[0]
+        out[:] = value
+        return out * 2
+
+    cell = ab.cell(function, dynamic=True)
+    for n in (3, 5, 3, 5, 3, 5):
+        WEIGHT.grad = None
+        with ab.batch(adaptive=False):
+            cell(
+                torch.randn(n, WIDTH, dtype=DOUBLE), torch.ones(n, WIDTH, dtype=DOUBLE)
+            ).sum().backward()
+        assert torch.equal(WEIGHT.grad, torch.zeros_like(WEIGHT))
+
+
 def test_a_value_of_another_length_is_an_error() -> None:
     def function(x: Tensor, bounds: Tensor) -> Tensor:
         out = x @ WEIGHT[0]

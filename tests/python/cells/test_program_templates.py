@@ -343,6 +343,51 @@ def test_composite_ops_make_views_of_weights(bodies, name, mode):
     assert uses(bodies) > 8
 
 
+def without_autograd(function):
+    def call(x, w):
+        with torch.no_grad():
+            found = function(x, w)
+        return x @ w * found
+
+    return call
+
+
+ALIASES = {
+    "a copy by reshape": lambda x, w: x * w.t().reshape(-1)[:4],
+    "an expanded copy": lambda x, w: x * w[0].expand(3, 4).reshape(-1)[:4],
+    "projected heads": lambda x, w: torch.einsum(
+        "nij,hij->nh", x.view(-1, 2, 2).tanh(), w.view(4, 2, 2)
+    ).tanh(),
+    "data": lambda x, w: (x @ w) * w.data[0],
+    "data transposed": lambda x, w: x @ w.data.t() + x @ w.t(),
+    "mean of data": lambda x, w: (x @ w) * w.data.mean(),
+    "detached": without_autograd(lambda x, w: w.detach()[0].clone()),
+    "detached transposed": without_autograd(lambda x, w: w.detach().t().reshape(-1)[:4]),
+    "kron": without_autograd(lambda x, w: torch.kron(w[:1], x[:1])[:, :4]),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("name", ALIASES)
+def test_copies_and_aliases_of_weights_follow_the_weight(bodies, name, mode):
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def function(x, order):
+        return ALIASES[name](torch.tanh(x), weight) * 2 + 1
+
+    cell = ab.cell(function, dynamic=True)
+    for step in range(8):
+        xs = rows(3, 5, 3, 3, 5)()
+        with mode(), ab.batch(adaptive=False):
+            ours = [cell(*x) for x in xs]
+        with mode():
+            torch.testing.assert_close(ours, [function(*x) for x in xs])
+        if step % 3 == 2:
+            weight.data = torch.randn(4, 4)
+        with torch.no_grad():
+            weight.add_(1)
+
+
 def test_views_of_an_argument_are_those_of_each_call(bodies):
     weights = [nn.Parameter(torch.randn(2, 4, 4)) for _ in range(3)]
 
