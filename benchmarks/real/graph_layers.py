@@ -27,8 +27,8 @@ from torch_geometric.data import Batch, Data
 WIDTH, CLASSES, RELATIONS, EDGE_FEATURES, GRAPHS = 64, 4, 3, 8, 64
 DEGREES = torch.tensor([0, 5, 20, 40, 60, 40, 20, 5, 2])
 
-# A layer's constructor, then the attributes of a graph that it takes after the features and the
-# edges, as keyword = attribute.
+# A layer's constructor, and the attributes of a graph that the layer takes besides the features and
+# the edges: the attribute by the name of the layer's argument.
 Layer = tuple[Callable[[], nn.Module], dict[str, str]]
 
 
@@ -71,7 +71,6 @@ def layers() -> dict[str, Layer]:
         "GIN": (lambda: pyg.GINConv(mlp()), {}),
         "GINE": (lambda: pyg.GINEConv(mlp(), edge_dim=e), attributes),
         "GMM": (lambda: pyg.GMMConv(w, w, dim=2, kernel_size=3), {"edge_attr": "coordinates"}),
-        "GPS": (lambda: pyg.GPSConv(w, pyg.GINConv(mlp()), heads=4, norm=None), {}),
         "Graph": (lambda: pyg.GraphConv(w, w), {}),
         "Gated": (lambda: pyg.GatedGraphConv(w, 3), {}),
         "HEAT": (lambda: pyg.HEATConv(w, w, r, r, 8, e, 8), all_types),
@@ -129,10 +128,10 @@ class Network(nn.Module):
 
     def forward(self, data: Any, call: Callable[..., Tensor] | None = None) -> Tensor:
         given = {name: getattr(data, attribute) for name, attribute in self.attributes.items()}
-        x_0 = (given.pop("x_0"),) if "x_0" in given else ()
+        first = [given.pop(name) for name in ("x_0", "pos") if name in given]
         h = data.x
         for layer in self.layers:
-            h = (call or _call)(layer, h, *x_0, data.edge_index, **given).relu()
+            h = (call or _call)(layer, h, *first, data.edge_index, **given).relu()
         return self.out(pyg.global_mean_pool(h, data.batch))
 
 
