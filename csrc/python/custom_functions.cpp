@@ -93,8 +93,8 @@ class RunResult {
   uint64_t id_;
 };
 
-// The kernel of the op. `call` is the number of a Call (_function.py). A Call contains the class
-// and the arguments that are not tensors.
+// The kernel of the op `autobatch::custom_function`. `call` is the number of a Call (_function.py).
+// A Call contains the class and the arguments that are not tensors.
 std::vector<at::Tensor> custom_function(int64_t call, at::TensorList tensors) {
   const py::gil_scoped_acquire gil;
   try {

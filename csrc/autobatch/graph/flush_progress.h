@@ -31,8 +31,8 @@ struct Graph::Progress {
   uint64_t round = 1;  // number of the current round of slices
   std::vector<NodeId> stack;
 
-  // Graph inputs that the computed nodes have read, possibly with duplicates. Only an open record
-  // without gradients uses this list, because such a record does not need the inputs again.
+  // Graph inputs that the computed nodes have read, possibly with duplicates. The inputs that no
+  // node will read again are released. With gradients the list is empty: backward may read inputs.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
   size_t ran = 0;  // number of nodes that ran since `inputs` was last checked

@@ -25,8 +25,8 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& matrix, WeightCopies*
 void add_multiplied(at::Tensor& out, const at::Tensor& x, const at::Tensor& matrix,
                     WeightCopies* copies = nullptr);
 
-// Computes out[i] = x[i] y[i], with the sizes [n, M, N] = [n, M, K] [n, K, N]. The kernel requires
-// that all products have the same x. at::bmm computes other products.
+// Computes out[i] = x[i] y[i], with the sizes [n, M, N] = [n, M, K] [n, K, N]. Uses the kernel for
+// small matrices if all x[i] are the same matrix. Otherwise calls at::bmm_out.
 void multiply_each(at::Tensor& out, const at::Tensor& x, const at::Tensor& y);
 // Returns the sum over i of x[i] y[i]^T: [M, K] from [n, M, N] and [n, K, N].
 at::Tensor sum_of_each(const at::Tensor& x, const at::Tensor& y);
