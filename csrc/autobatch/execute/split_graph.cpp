@@ -491,10 +491,4 @@ bool Graph::looks_at_others(at::ArrayRef<ValueId> targets) const {
   });
 }
 
-void Graph::forget_graph_input(const GraphInput& graph_input) {
-  const auto known = graph_input_index_.find(graph_input.tensor.unsafeGetTensorImpl());
-  if (known != graph_input_index_.end() && known->second == graph_input.value)
-    graph_input_index_.erase(known);
-}
-
 }  // namespace autobatch

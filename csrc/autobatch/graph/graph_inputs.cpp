@@ -79,6 +79,7 @@ ValueId find_weight(const std::unordered_multimap<const void*, ValueId>& index, 
   auto [first, last] = index.equal_range(tensor.const_data_ptr());
   for (; first != last; ++first) {
     const Value& seen = tape.values[first->second];
+    if (!tape.graph_inputs[seen.index].tensor.defined()) continue;
     if (seen.geometry->sizes == tensor.sizes() && seen.geometry->strides == tensor.strides() &&
         seen.dtype == tensor.scalar_type() && seen.requires_grad == tensor.requires_grad() &&
         still_holds(tape.graph_inputs[seen.index])) {
@@ -196,6 +197,15 @@ ValueId Graph::add_graph_input(const at::Tensor& tensor, bool weight) {
   if (!input.is_copy || weight) graph_input_index_[tensor.unsafeGetTensorImpl()] = id;
   tape_.graph_inputs.push_back(std::move(input));
   return id;
+}
+
+void Graph::forget_graph_input(const GraphInput& graph_input) {
+  const auto known = graph_input_index_.find(graph_input.tensor.unsafeGetTensorImpl());
+  if (known != graph_input_index_.end() && known->second == graph_input.value)
+    graph_input_index_.erase(known);
+  if (!base_without_autograd(graph_input.tensor).defined()) return;
+  std::erase_if(weight_index_,
+                [&](const auto& entry) { return entry.second == graph_input.value; });
 }
 
 void Graph::need_gradient(ValueId id) {
