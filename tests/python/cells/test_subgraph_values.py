@@ -197,7 +197,8 @@ def test_views_of_weights_that_are_arguments(
                 w.grad = None
         return found
 
-    compare_with_eager(program, bodies=recorded)
+    # Without gradients, it depends on earlier blocks of the process whether a subgraph is made.
+    compare_with_eager(program, bodies=True if recorded else None)
 
 
 def test_results_that_need_a_shape_alone_are_read_at_once() -> None:
