@@ -4,7 +4,6 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/storage_aliases.h"
 #include "autobatch/graph/tensor_views.h"
-#include "autobatch/graph/view_roots.h"
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/variable.h>
@@ -66,12 +65,6 @@ bool may_view_weight(const at::Tensor& tensor, bool requires_grad) {
   return !has_history && storage && storage.use_count() > 1 && !may_change_unseen(tensor);
 }
 
-// Whether the tensor is a view of a parameter, and the view was made without autograd.
-bool views_parameter(const at::Tensor& tensor) {
-  const at::Tensor base = base_without_autograd(tensor);
-  return base.defined() && base.requires_grad();
-}
-
 // Returns the weight that has the memory and the metadata of the tensor, or kNone. `index` contains
 // the weights by the address of their data.
 ValueId find_weight(const std::unordered_multimap<const void*, ValueId>& index, const Tape& tape,
@@ -105,9 +98,7 @@ ValueId Graph::value_of(const at::Tensor& tensor, bool weight) {
     tape_.graph_inputs[tape_.values[found].index].is_weight |= weight;
     return found;
   }
-  const ValueId id = add_graph_input(tensor, weight);
-  if (views_parameter(tensor)) weight_index_.emplace(tensor.const_data_ptr(), id);
-  return id;
+  return add_graph_input(tensor, weight);
 }
 
 bool Graph::still_is(ValueId id, const at::Tensor& tensor) const {
@@ -203,9 +194,6 @@ void Graph::forget_graph_input(const GraphInput& graph_input) {
   const auto known = graph_input_index_.find(graph_input.tensor.unsafeGetTensorImpl());
   if (known != graph_input_index_.end() && known->second == graph_input.value)
     graph_input_index_.erase(known);
-  if (!base_without_autograd(graph_input.tensor).defined()) return;
-  std::erase_if(weight_index_,
-                [&](const auto& entry) { return entry.second == graph_input.value; });
 }
 
 void Graph::need_gradient(ValueId id) {

@@ -322,7 +322,7 @@ COMPOSITES = {
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_composite_ops_make_views_of_weights(bodies, name, mode):
+def test_composite_ops_make_views_of_weights(name, mode):
     """An op that calls other ops makes its views of weights outside of the program's lines."""
     weight = nn.Parameter(torch.randn(2, 4, 4))
 
@@ -340,7 +340,6 @@ def test_composite_ops_make_views_of_weights(bodies, name, mode):
             weight.data = torch.randn(2, 4, 4)
         with torch.no_grad():
             weight.mul_(0.9)
-    assert uses(bodies) > 8
 
 
 def without_autograd(function):
