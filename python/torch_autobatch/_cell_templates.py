@@ -47,7 +47,7 @@ def with_templates(
     returned = dict.fromkeys(VARIABLE.findall(program.returned))
     given = [name for name in returned if name[0] in "rs"]
     # Each call makes these aliases again, because `.data = ...` replaces the memory of a weight.
-    aliases = [line for line in lines if line.name == "__get__data" and _is_of_weights(line)]
+    aliases = [line for line in lines if line.name == "__get__data" and _is_of_constants(line)]
     lines = [line for line in lines if line not in aliases]
     asks = [other for other in lines if other.selects or _is_question(other)]
     sizes = _needed(lines, look_up)  # sizes that the look-up reads
@@ -123,7 +123,7 @@ class _WeightViews:
             self._make[line.target] = make
 
 
-def _is_of_weights(line: Line) -> bool:
+def _is_of_constants(line: Line) -> bool:
     return all(name[0] == "k" for name in line.arguments())
 
 

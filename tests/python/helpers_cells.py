@@ -51,17 +51,12 @@ def has_bodies(report: ab.Report) -> bool:
     return any("as one" in row.note for row in report.signatures)
 
 
-def compare_with_eager(program: Callable[[Variant], Any], *, bodies: bool | None = True) -> None:
-    """Asserts that the program returns the same tensors in both variants.
-
-    `bodies`: whether cells run as subgraphs; None if both are right.
-    """
+def compare_with_eager(program: Callable[[Variant], Any], *, bodies: bool = True) -> None:
+    """Asserts that the program returns the same tensors in both variants."""
     with_cells, eager = Variant(True), Variant(False)
     torch.testing.assert_close(program(with_cells), program(eager))
     reports = [scope.report() for scope in with_cells.scopes]
-    if bodies is not None:
-        found = any(map(has_bodies, reports))
-        assert found == bodies, [report.signatures for report in reports]
+    assert any(map(has_bodies, reports)) == bodies, [report.signatures for report in reports]
 
 
 def check_function(

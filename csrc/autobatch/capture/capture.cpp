@@ -93,7 +93,7 @@ class Call {
         return mutate(s);
       case Action::kAtOnce:
         if (!s.pending) {
-          if (!makes_constant(info_, arguments())) {
+          if (CellTrace::current() != nullptr && !makes_constant(info_, arguments())) {
             CellTrace::break_off("it calls an op that runs eagerly", info_.name);
           }
           return run_as_it_is();

@@ -72,7 +72,6 @@ ValueId find_weight(const std::unordered_multimap<const void*, ValueId>& index, 
   auto [first, last] = index.equal_range(tensor.const_data_ptr());
   for (; first != last; ++first) {
     const Value& seen = tape.values[first->second];
-    if (!tape.graph_inputs[seen.index].tensor.defined()) continue;
     if (seen.geometry->sizes == tensor.sizes() && seen.geometry->strides == tensor.strides() &&
         seen.dtype == tensor.scalar_type() && seen.requires_grad == tensor.requires_grad() &&
         still_holds(tape.graph_inputs[seen.index])) {

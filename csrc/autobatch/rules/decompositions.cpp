@@ -125,14 +125,6 @@ Tensor bilinear(Arguments arguments) {
 // Returns all sizes of x except the last two.
 at::IntArrayRef leading(const Tensor& x) { return x.sizes().slice(0, x.dim() - 2); }
 
-bool broadcasts(at::IntArrayRef a, at::IntArrayRef b) {
-  for (size_t d = 1; d <= std::min(a.size(), b.size()); ++d) {
-    const int64_t left = a[a.size() - d], right = b[b.size() - d];
-    if (left != right && left != 1 && right != 1) return false;
-  }
-  return true;
-}
-
 // Whether matmul(x, y) multiplies one matrix x, which is a weight or data, by the columns of y.
 // Returns false if the instance computes x, or if y is a weight and x is not.
 bool has_shared_left(const Tensor& x, const Tensor& y) {
@@ -150,8 +142,9 @@ bool covers_matmul(Arguments arguments) {
   if (x.numel() == 0 || y.numel() == 0) return false;
   if (y.dim() == 1) return x.dim() > 2 && x.size(-1) == y.size(0);
   if (x.dim() < 2 || y.dim() < 3 || x.size(-1) != y.size(-2)) return false;
-  return has_shared_left(x, y) || (leading(x) != leading(y) && broadcasts(leading(x), leading(y)) &&
-                                   has_host_memory(x.device()));
+  return has_shared_left(x, y) ||
+         (leading(x) != leading(y) && at::are_expandable(leading(x), leading(y)) &&
+          has_host_memory(x.device()));
 }
 
 Tensor product(Arguments arguments) {
@@ -170,7 +163,8 @@ Tensor product(Arguments arguments) {
     std::vector<int64_t> all(sizes.begin(), sizes.end());
     all.push_back(matrix.size(-2));
     all.push_back(matrix.size(-1));
-    return matrix.expand(all);
+    // Without autograd, an expanded weight is a new tensor, which no call has used before.
+    return matrix.sizes() == at::IntArrayRef(all) ? matrix : matrix.expand(all);
   };
   return at::matmul(expanded(x), expanded(y));
 }

@@ -322,7 +322,7 @@ COMPOSITES = {
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", COMPOSITES)
-def test_composite_ops_make_views_of_weights(name, mode):
+def test_composite_ops_make_views_of_weights(bodies, name, mode):
     """An op that calls other ops makes its views of weights outside of the program's lines."""
     weight = nn.Parameter(torch.randn(2, 4, 4))
 
@@ -340,6 +340,7 @@ def test_composite_ops_make_views_of_weights(name, mode):
             weight.data = torch.randn(2, 4, 4)
         with torch.no_grad():
             weight.mul_(0.9)
+    assert uses(bodies) > 8
 
 
 def without_autograd(function):
@@ -358,7 +359,8 @@ ALIASES = {
         "nij,hij->nh", x.view(-1, 2, 2).tanh(), w.view(4, 2, 2)
     ).tanh(),
     "data": lambda x, w: (x @ w) * w.data[0],
-    "data transposed": lambda x, w: x @ w.data.t() + x @ w.t(),
+    "data beside another weight": lambda x, w: (x @ WEIGHT) * w.data[0] + x @ w.data.mT,
+    "data transposed": lambda x, w: x @ w.data.transpose(0, 1) + x @ w.t(),
     "mean of data": lambda x, w: (x @ w) * w.data.mean(),
     "detached": without_autograd(lambda x, w: w.detach()[0].clone()),
     "detached transposed": without_autograd(lambda x, w: w.detach().t().reshape(-1)[:4]),
@@ -385,6 +387,8 @@ def test_copies_and_aliases_of_weights_follow_the_weight(bodies, name, mode):
             weight.data = torch.randn(4, 4)
         with torch.no_grad():
             weight.add_(1)
+    if name in ("a copy by reshape", "projected heads", "data beside another weight"):
+        assert uses(bodies) > 8
 
 
 def test_views_of_an_argument_are_those_of_each_call(bodies):

@@ -197,8 +197,7 @@ def test_views_of_weights_that_are_arguments(
                 w.grad = None
         return found
 
-    # Without gradients, it depends on earlier blocks of the process whether a subgraph is made.
-    compare_with_eager(program, bodies=True if recorded else None)
+    compare_with_eager(program, bodies=recorded)
 
 
 def test_results_that_need_a_shape_alone_are_read_at_once() -> None:
