@@ -38,11 +38,9 @@ def mlp(width: int = WIDTH) -> nn.Module:
 
 def layers() -> dict[str, Layer]:
     w, r, e = WIDTH, RELATIONS, EDGE_FEATURES
-    attributes = {"edge_attr": "edge_attr"}
-    weights = {"edge_weight": "edge_weight"}
-    types = {"edge_type": "edge_type"}
+    attributes, weights = {"edge_attr": "edge_attr"}, {"edge_weight": "edge_weight"}
+    types, position = {"edge_type": "edge_type"}, {"pos": "pos"}
     all_types = {"node_type": "node_type", **types, **attributes}
-    position = {"pos": "pos"}
     return {
         "AGNN": (pyg.AGNNConv, {}),
         "AntiSymmetric": (lambda: pyg.AntiSymmetricConv(w), {}),

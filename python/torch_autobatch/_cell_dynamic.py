@@ -36,10 +36,10 @@ class _Group:
     def __init__(self, program: Program, guards: _C.CellGuards) -> None:
         self.program = program
         self.guards = guards
-        # Whether ops that read only data are also captured. (Example: an op that computes the
-        # indices of a captured op.) Ops on data are not captured if the program returns their
-        # results, because the caller may read these results.
-        self.captures_data = not program.returns_data()
+        self._may_be_read = program.returns_data()  # whether the caller may read results of data
+        self._is_read = False
+        self._calls_since_flush = 0
+        self._batches: tuple[int, int] | None = None  # number of batches at the last call
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
@@ -59,6 +59,23 @@ class _Group:
             if is_alike
         ]
         self.run = compiled(self.program, fixed, file, line)
+
+    def captures_data(self) -> bool:
+        """Returns whether this call also captures ops that read only data.
+
+        (Examples: an op that computes the indices of a captured op; a graph layer without
+        parameters on the features of a graph.) If the program returns results of such ops, the
+        caller may read them. If a flush follows a single call, later calls run these ops eagerly.
+        """
+        if not self._may_be_read:
+            return True
+        if not self._is_read:
+            batches = _C.batches_run()
+            if batches != self._batches:
+                self._is_read = self._calls_since_flush == 1
+                self._batches, self._calls_since_flush = batches, 0
+            self._calls_since_flush += 1
+        return not self._is_read
 
 
 class _Calls:
@@ -82,7 +99,7 @@ class _Calls:
 
     def _run(self, group: _Group, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         drawn = random_states() if group.program.asks_after_draws else None
-        before = _C.set_captures_data(group.captures_data)
+        before = _C.set_captures_data(group.captures_data())
         try:
             result = run(*inputs)
         except Exception:

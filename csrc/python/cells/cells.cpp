@@ -369,6 +369,12 @@ void add_cell_functions(PyObject* of) {
     const Scope* scope = scope_for_cells();
     return scope != nullptr && scope->options().check_cells;
   });
+  // The number of batches that the open scope has run, and the scope's id. Without a scope: zeros.
+  module.def("batches_run", [] {
+    Scope* scope = Scope::current();
+    return scope == nullptr ? std::pair<uint64_t, uint64_t>()
+                            : std::pair(scope->id(), uint64_t{scope->report().batches});
+  });
   module.def("note_plain_cell",
              [](const std::string& name, const std::string& why, const std::string& place) {
                if (Scope* scope = scope_for_cells()) {

@@ -258,3 +258,37 @@ def test_strides_of_selected_rows_are_those_of_indexing() -> None:
         return LAYER(picked.t()) * picked.stride(0)
 
     assert compare(function, graphs() * 2)[1] == ""
+
+
+def propagate(x: Tensor, edges: Tensor) -> Tensor:
+    """Has no parameters, so all results depend only on data."""
+    out = x
+    for _ in range(3):
+        out = 0.9 * torch.zeros_like(x).index_add_(0, edges[1], out[edges[0]]) + 0.1 * x
+    return out
+
+
+def test_functions_without_parameters_are_captured() -> None:
+    layers = [ab.cell(propagate, dynamic=True) for _ in range(2)]
+    for _ in range(4):
+        with ab.batch(adaptive=False) as scope:
+            found = [LAYER(layers[1](layers[0](x, e).relu(), e)) for x, e in graphs()]
+    expected = [LAYER(propagate(propagate(x, e).relu(), e)) for x, e in graphs()]
+    torch.testing.assert_close(found, expected)
+    assert len(scope.report().flushes) == 1
+    assert scope.report().nodes > len(SIZES) * 24
+    assert scope.report().batches < 40
+
+
+@pytest.mark.parametrize("calls", [1, len(SIZES)])
+def test_results_of_data_that_are_read_after_each_call_are_not_captured(calls: int) -> None:
+    """`calls`: number of calls in a block. A single call's result is read when the block ends."""
+    cell = ab.cell(propagate, dynamic=True)
+    flushes = 0
+    for x, edges in graphs() if calls == 1 else [graphs()[0]] * 4:
+        with ab.batch(adaptive=False) as scope:
+            for each in [(x, edges)] if calls == 1 else graphs():
+                value = float(cell(*each).sum())
+                assert value == pytest.approx(float(propagate(*each).sum()))
+        flushes += len(scope.report().flushes)
+    assert flushes <= 1
