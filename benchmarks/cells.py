@@ -40,7 +40,10 @@ CELLS: dict[str, tuple[str, ...]] = {
     "mixture-of-experts": ("experts",),
     "neural-modules": ("functions", "classify"),
     "mv-rnn": ("leaf", "node", "node_loss"),
+    "graphs": ("nodes",),
 }
+# Methods whose tensors differ in size between examples.
+DYNAMIC = frozenset(("nodes",))
 
 
 # Each cell is made only once, because a cell keeps state from earlier calls.
@@ -51,7 +54,8 @@ def cells_of(owner: nn.Module, name: str, compiled: bool) -> Any:
     """Returns a method as a cell, or a list of modules as a list of cells."""
     made = _made.setdefault(owner, {})
     if (name, compiled) not in made:
-        cell = functools.partial(ab.cell, compile=compiled)
+        options = {"dynamic": True} if name in DYNAMIC else {"compile": compiled}
+        cell = functools.partial(ab.cell, **options)
         found = getattr(owner, name)
         several = isinstance(found, nn.ModuleList)
         made[name, compiled] = [cell(module) for module in found] if several else cell(found)

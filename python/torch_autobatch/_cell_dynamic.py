@@ -36,8 +36,9 @@ class _Group:
     def __init__(self, program: Program, guards: _C.CellGuards) -> None:
         self.program = program
         self.guards = guards
-        self._may_be_read = program.returns_data()  # whether the caller may read results of data
-        self._is_read = False
+        self._may_be_read = program.returns_data()
+        # Captured calls draw other random numbers than eager calls.
+        self._is_read = any(line.draws for line in program.lines)
         self._calls_since_flush = 0
         self._batches: tuple[int, int] | None = None  # number of batches at the last call
         self.sizes: list[tuple[int, ...]] = []

@@ -7,6 +7,7 @@
 #include "autobatch/capture/masked_select.h"
 #include "autobatch/capture/memory_updates.h"
 #include "autobatch/capture/new_leaves.h"
+#include "autobatch/capture/number_operands.h"
 #include "autobatch/capture/out_variants.h"
 #include "autobatch/capture/running_statistics.h"
 #include "autobatch/capture/shape_inference.h"
@@ -52,6 +53,9 @@ class Call {
     prepare_memory(scope_, info_, arguments());
     if (info_.index_argument >= 0) look_at_indices();
     if (info_.fails_for_values && host_may_catch()) left_to_eager_ = true;
+    if (const OpInfo* op = pass_number_as_tensor(scope_, info_, stack_)) {
+      return op->handle.callBoxed(stack_);
+    }
     if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {
@@ -229,11 +233,9 @@ class Call {
   }
 
   bool is_argument(const at::Tensor& result) const {
-    bool found = false;
-    for (const c10::IValue& argument : arguments()) {
-      for_each_tensor(argument, [&](const at::Tensor& t) { found = found || t.is_same(result); });
-    }
-    return found;
+    return std::ranges::any_of(arguments(), [&](const c10::IValue& argument) {
+      return argument.isTensor() && argument.toTensor().is_same(result);
+    });
   }
 
   // Caches how the call was captured, for later calls with an equal key. Must be called after the
@@ -257,11 +259,8 @@ class Call {
 
   void give(at::ArrayRef<at::Tensor> results, bool list) {
     torch::jit::drop(*stack_, num_arguments());
-    if (list) {
-      stack_->emplace_back(c10::List<at::Tensor>(results));
-    } else {
-      for (const at::Tensor& result : results) stack_->emplace_back(result);
-    }
+    if (list) return void(stack_->emplace_back(c10::List<at::Tensor>(results)));
+    for (const at::Tensor& result : results) stack_->emplace_back(result);
   }
 
   // --- views ---
@@ -276,8 +275,7 @@ class Call {
       // Makes a row-major copy, as eager's reshape does. Autograd does not treat the copy as the
       // base of a view.
       const at::Tensor copy = self.clone(at::MemoryFormat::Contiguous);
-      (*stack_)[stack_->size() - num_arguments()] = at::_unsafe_view(copy, result.views[0].sizes);
-      (*stack_).resize(stack_->size() - num_arguments() + 1);
+      give({at::_unsafe_view(copy, result.views[0].sizes)}, false);
       return true;
     }
     return add_views(self, result);

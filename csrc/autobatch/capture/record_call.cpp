@@ -311,10 +311,16 @@ void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> op
   add_node(scope, cached.signature, operands, cached.results, cached.visible, results);
 }
 
+// Whether the call is captured with a tensor in place of a number (number_operands.h).
+static bool has_varying_number(const Scope& scope, const CachedCall& cached) {
+  const VaryingNumbers& numbers = scope.tables().numbers;
+  return !numbers.empty() && cached.signature != nullptr && numbers.contains(*cached.signature);
+}
+
 const CachedCall* record_known(Scope& scope, const OpInfo& op, CallKey& key,
                                c10::SmallVectorImpl<ValueId>& results) {
   const CachedCall* cached = scope.tables().calls.find(key);
-  if (cached == nullptr) return nullptr;
+  if (cached == nullptr || has_varying_number(scope, *cached)) return nullptr;
   if (key.any_graph_input()) meet_graph_input(scope.graph(), key, *cached);
   const auto& tensors = key.tensors();
   if (cached->signature == nullptr) {

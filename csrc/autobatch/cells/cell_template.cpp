@@ -71,7 +71,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
   const Scope::Lock lock(scope);
   Graph& graph = scope.graph();
   c10::SmallVector<ValueId, 8> weights;
-  if (!find_weights(graph, weights)) return false;
+  if (holds_varying_number(scope.tables().numbers) || !find_weights(graph, weights)) return false;
   c10::SmallVector<ValueId, 64> ids;
   ids.reserve(inputs.size() + num_results_);
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -95,6 +95,15 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
     }
   }
   return true;
+}
+
+bool CellTemplate::holds_varying_number(const VaryingNumbers& numbers) const {
+  if (numbers_version_ == numbers.version()) return false;
+  for (const Step& step : steps_) {
+    if (step.cached.signature != nullptr && numbers.contains(*step.cached.signature)) return true;
+  }
+  numbers_version_ = numbers.version();
+  return false;
 }
 
 // Whether the tensor still has the metadata that it had when the call was traced. The user may have
@@ -157,10 +166,7 @@ void CellTemplate::replace_traced(Scope& scope, at::ArrayRef<at::Tensor> traced)
 bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
                                c10::SmallVectorImpl<ValueId>& ids) const {
   for (const Step& step : steps_) {
-    c10::SmallVector<ValueId, 8> tensors;
-    for (const uint32_t number : step.tensors) {
-      tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
-    }
+    const auto tensors = values_of(step.tensors, weights, ids);
     if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.grad_mode, ids))
       return false;
   }
@@ -170,10 +176,8 @@ bool CellTemplate::apply_steps(Scope& scope, at::ArrayRef<ValueId> weights,
 // Adds one step to the graph. `ids` is indexed by tensor number.
 bool CellTemplate::apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
                               c10::SmallVectorImpl<ValueId>& ids) const {
-  c10::SmallVector<ValueId, 8> tensors, results;
-  for (const uint32_t number : step.tensors) {
-    tensors.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
-  }
+  const auto tensors = values_of(step.tensors, weights, ids);
+  c10::SmallVector<ValueId, 8> results;
   if (!apply_cached_call(scope, *step.op, step.cached, tensors, step.grad_mode, results))
     return false;
   for (size_t k = 0; k < results.size(); ++k) ids[step.first_result + k] = results[k];
@@ -193,10 +197,7 @@ void CellTemplate::note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs)
 
 void CellTemplate::apply_part(Scope& scope, const Part& part, at::ArrayRef<ValueId> weights,
                               c10::SmallVectorImpl<ValueId>& ids) const {
-  c10::SmallVector<ValueId, 16> operands;
-  for (const uint32_t number : part.operands) {
-    operands.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
-  }
+  const auto operands = values_of(part.operands, weights, ids);
   const bool weights_asked = asked_numbering_ == scope.graph().numbering();
   const uint64_t asks = weights_asked ? part.asks & part.of_call : part.asks;
   c10::SmallVector<ValueId, 8> results;
@@ -469,8 +470,7 @@ CellTemplate* CellTable::find(const Key& key) {
   if (entry != nullptr && entry->key == key) return entry->made.get();
   const auto found = locate(key);
   if (found == entries_.end()) return nullptr;
-  entry = &found->second;
-  return entry->made.get();
+  return (entry = &found->second)->made.get();
 }
 
 void CellTable::add(const Key& key, std::unique_ptr<CellTemplate> made, CellFunction& function) {

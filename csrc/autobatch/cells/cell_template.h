@@ -21,6 +21,8 @@
 
 namespace autobatch {
 
+class VaryingNumbers;
+
 // The function of a cell. Contains the function's identity in keys, and facts that are known from
 // calls in earlier blocks. This class is thread-safe.
 class CellFunction {
@@ -139,6 +141,18 @@ class CellTemplate {
 
   // Sets `compact_` if the steps can run as one node.
   void make_compact(Scope& scope, CellFunction& function, at::ArrayRef<at::Tensor> inputs);
+  // Whether a number in a signature varies since the trace (graph/varying_numbers.h).
+  bool holds_varying_number(const VaryingNumbers& numbers) const;
+  // Returns the values of the tensors with these numbers.
+  static c10::SmallVector<ValueId, 16> values_of(at::ArrayRef<uint32_t> numbers,
+                                                 at::ArrayRef<ValueId> weights,
+                                                 at::ArrayRef<ValueId> ids) {
+    c10::SmallVector<ValueId, 16> out;
+    for (const uint32_t number : numbers) {
+      out.push_back(number < kFirstWeight ? ids[number] : weights[number - kFirstWeight]);
+    }
+    return out;
+  }
   bool apply_step(Scope& scope, const Step& step, at::ArrayRef<ValueId> weights,
                   c10::SmallVectorImpl<ValueId>& ids) const;
   void note_inputs(const Graph& graph, at::ArrayRef<ValueId> inputs) const;
@@ -164,6 +178,7 @@ class CellTemplate {
   mutable uint64_t known_numbering_ = ~uint64_t{0};
   // The value of Graph::numbering() when the gradient edges of the weights were last recorded.
   mutable uint64_t asked_numbering_ = ~uint64_t{0};
+  mutable uint64_t numbers_version_ = 0;  // VaryingNumbers::version() that was last examined
   std::vector<uint8_t> input_is_weight_;
   std::vector<uint32_t> outputs_;
   size_t num_results_ = 0;

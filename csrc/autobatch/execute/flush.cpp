@@ -142,7 +142,7 @@ void schedule_and_place(FlushRecord& record, const Plan& plan, const FlushOption
   graph.build(tape, plan.nodes, plan.held);
   check_memory(tape, graph);
   const int64_t began = record.trace == nullptr ? 0 : record.trace->now();
-  rewrite_graph(tape, graph, options.tables->signatures, plan.nodes, plan.held, *options.report);
+  rewrite_graph(tape, graph, *options.tables, plan.nodes, plan.held, *options.report);
   if (graph.size() == 0) return;
   if (may_be_early(options)) note_depth(record, graph, *options.report);
   Schedule schedule = options.policy->schedule(graph.view());

@@ -3,6 +3,7 @@
 
 #include "autobatch/graph/graph.h"
 #include "autobatch/graph/signature.h"
+#include "autobatch/graph/varying_numbers.h"
 
 #include <memory>
 
@@ -12,6 +13,7 @@ namespace autobatch {
 struct InternTables {
   std::shared_ptr<GeometryTable> geometries = std::make_shared<GeometryTable>();
   SignatureTable signatures;
+  VaryingNumbers numbers;
 };
 
 }  // namespace autobatch

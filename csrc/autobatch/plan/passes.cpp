@@ -3,6 +3,7 @@
 #include "autobatch/common/switches.h"
 #include "autobatch/plan/chunk_batches.h"
 #include "autobatch/plan/common_subexpressions.h"
+#include "autobatch/plan/find_varying_numbers.h"
 #include "autobatch/plan/fuse_cat_matmul.h"
 #include "autobatch/plan/fuse_sums.h"
 #include "autobatch/plan/member_order.h"
@@ -42,12 +43,15 @@ void note(Switch& pass, size_t changes, Report& report) {
 
 }  // namespace
 
-void rewrite_graph(Tape& tape, FlushGraph& graph, SignatureTable& signatures,
-                   at::ArrayRef<NodeId> nodes, const std::vector<ValueId>* held, Report& report) {
+void rewrite_graph(Tape& tape, FlushGraph& graph, InternTables& tables, at::ArrayRef<NodeId> nodes,
+                   const std::vector<ValueId>* held, Report& report) {
   for (GraphPass& pass : graph_passes) {
-    const size_t rewrites = pass.on.is_on() ? pass.run(tape, graph, signatures) : 0;
+    const size_t rewrites = pass.on.is_on() ? pass.run(tape, graph, tables.signatures) : 0;
     if (rewrites != 0 && pass.needs_rebuild) graph.build(tape, nodes, held);
     note(pass.on, rewrites, report);
+  }
+  if (varying_numbers_switch.is_on()) {
+    note(varying_numbers_switch, find_varying_numbers(tape, graph, tables.numbers), report);
   }
 }
 

@@ -208,6 +208,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   Graph& graph() { return *graph_; }
   const Graph& graph() const { return *graph_; }
   Tables& tables() { return *tables_; }
+  const Tables& tables() const { return *tables_; }
   CellTable& cells() { return cells_; }
   CastCache& casts() { return casts_; }
   KnownValues& known_values() { return known_; }

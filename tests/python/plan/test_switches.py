@@ -118,6 +118,11 @@ def numbers(width: int) -> Callable[[], list[Tensor]]:
     return lambda: [layer(x) * torch.tensor(float(i)) for i, x in enumerate(xs)]
 
 
+def lengths(width: int) -> Callable[[], list[Tensor]]:
+    layer, xs = linear(width), [rand(n, width) for n in range(2, 12)]
+    return lambda: [layer(x).sum(0) / len(x) for x in xs]
+
+
 def dropped(width: int) -> Callable[[], list[Tensor]]:
     """Most results become unreachable immediately."""
     layer, start = linear(width), rand(width)
@@ -147,6 +152,7 @@ PROGRAMS: dict[str, tuple[Program, bool]] = {
     "common_subexpressions": (weights, True),
     "fuse_sums": (sums, True),
     "fuse_cat_matmul": (cats, HAS_KERNEL),
+    "varying_numbers": (lengths, True),
     "merge_by_weight": (experts, True),
     "member_order": (crossed, True),
     "chunk_batches": (large, True),

@@ -1,0 +1,51 @@
+#include "autobatch/capture/number_operands.h"
+
+#include "autobatch/common/compat.h"
+#include "autobatch/graph/pending_tensor.h"
+#include "autobatch/graph/thread_state.h"
+#include "autobatch/graph/varying_numbers.h"
+#include "autobatch/scope/scope.h"
+
+#include <ATen/ScalarOps.h>
+#include <ATen/ops/result_type.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <cmath>
+#include <limits>
+
+namespace autobatch {
+namespace {
+
+// Whether a tensor of this dtype can hold the number without an error of PyTorch. (A number that is
+// too large for float32 is infinite in eager mode.)
+bool fits(const c10::Scalar& number, c10::ScalarType dtype) {
+  if (dtype == at::kDouble) return true;
+  if (dtype == at::kLong) return number.isIntegral(/*includeBool=*/false);
+  const double value = number.toDouble();
+  return dtype == at::kFloat &&
+         (!std::isfinite(value) || std::abs(value) <= std::numeric_limits<float>::max());
+}
+
+}  // namespace
+
+const OpInfo* pass_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack) {
+  VaryingNumbers& numbers = scope.tables().numbers;
+  const CaptureState& state = CaptureState::current();
+  if (numbers.empty() || state.formula != nullptr) return nullptr;
+  const auto arguments = torch::jit::last(*stack, op.num_arguments);
+  const std::optional<NumberArgument> number = find_number(op, arguments);
+  if (!number.has_value() || !numbers.contains(*number->of_nodes)) return nullptr;
+  const c10::IValue& other = arguments[number->other];
+  if (!other.isTensor() || as_pending(other.toTensor()) == nullptr) return nullptr;
+  const at::Tensor& tensor = other.toTensor();
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  const c10::ScalarType dtype = at::result_type(tensor, number->value);
+  if (!tensor.device().is_cpu() || !fits(number->value, dtype)) return nullptr;
+  if (!numbers.is_passed_as_tensor(*number)) return nullptr;
+  torch::jit::peek(*stack, number->index, op.num_arguments) =
+      at::detail::scalar_tensor_static(number->value, dtype, c10::kCPU);
+  varying_numbers_switch.add_uses(1);
+  return number->with_tensor;
+}
+
+}  // namespace autobatch

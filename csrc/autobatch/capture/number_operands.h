@@ -1,0 +1,16 @@
+// Passes numbers that vary as tensors (graph/varying_numbers.h).
+#pragma once
+
+#include "autobatch/graph/op_registry.h"
+
+#include <ATen/core/stack.h>
+
+namespace autobatch {
+
+class Scope;
+
+// If the number of the call varies, replaces the number on the stack with a tensor, and returns the
+// op to call. Otherwise returns null. The call must have pending tensors to be changed.
+const OpInfo* pass_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
+
+}  // namespace autobatch

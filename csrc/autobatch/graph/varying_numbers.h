@@ -1,0 +1,91 @@
+// Numbers that differ between the examples of a block, such as the length n of a sentence in
+// `x.sum(0) / n`. A number is part of a signature, so each different number has batches of its own.
+// If a flush finds an op whose numbers differ between nodes that could share a batch
+// (plan/find_varying_numbers.h), later calls pass the number as a tensor
+// (capture/number_operands.h). Numbers that are the same in all examples (`x * 0.5`) stay in the
+// signature.
+#pragma once
+
+#include "autobatch/common/switches.h"
+#include "autobatch/graph/op_registry.h"
+#include "autobatch/graph/signature.h"
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Scalar.h>
+
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
+
+namespace autobatch {
+
+extern Switch varying_numbers_switch;
+
+// The number among the arguments of a call.
+struct NumberArgument {
+  const OpInfo* of_nodes;     // the op of the nodes that the call adds; `mul` for `mul_`
+  const OpInfo* with_tensor;  // the op that takes the number as a tensor
+  size_t index;               // position of the number
+  size_t other;               // position of a tensor that the op combines with the number
+  c10::Scalar value;
+};
+
+// Returns the number of a call that also has an overload for tensors. In that overload, a tensor
+// without dimensions has the same effect as the number. Returns nothing for other ops, for calls
+// without a number, and for booleans and complex numbers. The arguments of a signature can be given
+// too.
+std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
+
+// What is known about the numbers of each op.
+class VaryingNumbers {
+ public:
+  enum class State : uint8_t {
+    kUnknown,
+    kFixed,    // all examples have this number, so it stays in the signature
+    kVarying,  // passed as a tensor
+  };
+
+  // Whether no number varies.
+  bool empty() const { return ops_.empty() || !varying_numbers_switch.is_on(); }
+  // Changes whenever a number starts to vary.
+  uint64_t version() const { return varying_numbers_switch.is_on() ? version_ : 0; }
+  // Whether some number of the op varies.
+  bool contains(const OpInfo& op) const { return ops_.count(&op) != 0; }
+  // Whether the signature has a number that varies, so that no more nodes should get it.
+  bool contains(const Signature& signature) const { return signatures_.count(&signature) != 0; }
+  State state(const OpInfo& op, double number) const;
+  // Whether the next call passes this number as a tensor. If many numbers of the op vary, this
+  // class guesses that an unknown number varies too.
+  bool is_passed_as_tensor(const NumberArgument& number);
+
+  // Sets the state of a number. `signatures`: the signatures with this number.
+  void add_varying(const OpInfo& op, const OpInfo& with_tensor, double number,
+                   at::ArrayRef<const Signature*> signatures);
+  // Must only be called if a number of the op varies.
+  void add_fixed(const OpInfo& op, double number);
+
+  // The ops with enough guesses to examine them, by the op that takes the number as a tensor.
+  std::unordered_map<const OpInfo*, const OpInfo*> guessed_ops() const;
+  // Returns the unknown number for which this tensor may stand after a guess.
+  std::optional<double> guessed_number(const OpInfo& op, const at::Tensor& tensor) const;
+  // Must be called after the guesses of the op have been examined.
+  void end_guesses(const OpInfo& op, bool found_fixed);
+
+ private:
+  struct Numbers {
+    const OpInfo* with_tensor = nullptr;
+    std::unordered_map<double, State> states;
+    size_t num_varying = 0;
+    // The guesses since they were last examined. The key is the value of the tensor, which float32
+    // rounds.
+    std::unordered_map<double, double> guesses;
+    size_t num_guesses = 0;
+    size_t examined_at;  // number of guesses that are examined together
+  };
+
+  std::unordered_map<const OpInfo*, Numbers> ops_;  // the ops with a number that varies
+  std::unordered_set<const Signature*> signatures_;
+  uint64_t version_ = 0;
+};
+
+}  // namespace autobatch
