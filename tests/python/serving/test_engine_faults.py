@@ -159,6 +159,27 @@ def test_reader_that_goes_away() -> None:
     def count() -> Iterator[int]:
         yield from itertools.count()
 
+def test_cancel_of_a_task_that_waits_for_an_item() -> None:
+    def items(ends: bool) -> Iterator[Any]:
+        yield 1 if ends else forever(torch.ones(3))
+
+    async def read(engine: ab.Engine[Any]) -> None:
+        async for _ in engine.stream(False):
+            pass
+
+    async def main(engine: ab.Engine[Any]) -> None:
+        task = asyncio.create_task(read(engine))
+        await asyncio.sleep(0)  # the task now waits for the first item
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with ab.Engine(items) as engine:
+        asyncio.run(main(engine))
+        assert engine.submit(True).result(10) == [1]
+        assert engine.stats()["cancelled"] == 1
+
+
     with ab.Engine(count) as engine:
         for item in engine.stream(buffer=4):
             if item == 10:
