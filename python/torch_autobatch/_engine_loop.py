@@ -74,7 +74,7 @@ class Loop:
         self.closing = False  # if true, no requests are accepted; protected by the lock
         self.failure: BaseException | None = None  # the error that ended the loop
         self.turns = 0  # number of iterations of the loop, for the watchdog
-        self.is_idle = True
+        self.is_idle = False
         self.report = Report()  # the report that the last `take_report` made
         self._posts: deque[Callable[[], object]] = deque()
         self._between: deque[tuple[Callable[[], object], bool]] = deque()

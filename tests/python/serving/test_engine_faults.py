@@ -20,6 +20,10 @@ import torch
 import torch_autobatch as ab
 from serving import TreeNet, Walker, assert_same, expected, forever, tree
 from torch import Tensor, nn
+from torch_autobatch._engine_loop import Loop, Options
+from torch_autobatch._engine_request import _TOLD, Request
+from torch_autobatch._engine_watch import Watchdog
+from torch_autobatch._log import logger
 
 
 def test_exception_of_one() -> None:
@@ -308,6 +312,69 @@ def test_watchdog_names_what_blocks(caplog: pytest.LogCaptureFixture) -> None:
     text = caplog.text
     assert "has blocked all others" in text
     assert "release.wait(30)" in text
+
+
+class Warned(logging.Handler):
+    """Sets an event at the first record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.event.set()
+
+
+def test_watchdog_sees_the_first_request() -> None:
+    """The request blocks the thread before the thread has waited for news once."""
+    release, warned = threading.Event(), Warned()
+    options = Options(
+        max_live=1, max_queue=1, max_delay=0, grad=False, granularity="auto", slice_time=0.001
+    )
+    loop = Loop(lambda: release.wait(30), False, options)
+    loop.queue.put(Request((), None, 0, 1, None))
+    loop.closing = True  # the thread ends after the request
+    thread = threading.Thread(target=loop.run, name="first", daemon=True)
+    logger.addHandler(warned)
+    thread.start()
+    watchdog = Watchdog(loop, thread, 0.05)
+    try:
+        assert warned.event.wait(10)
+    finally:
+        release.set()
+        watchdog.stop()
+        thread.join(10)
+        logger.removeHandler(warned)
+
+
+def test_watchdog_ends_with_the_thread() -> None:
+    engine = ab.Engine(lambda x: x, watchdog=0.05)
+    engine.shutdown(wait=False)
+    watchdog = engine._watchdog
+    assert watchdog is not None
+    watchdog._thread.join(10)
+    assert not watchdog._thread.is_alive()
+
+
+def test_stream_that_is_collected_under_the_lock() -> None:
+    """Python may collect garbage, such as a stream, in the middle of ``submit``."""
+
+    def count() -> Iterator[int]:
+        yield from itertools.count()
+
+    engine = ab.Engine(count)
+    streams = [engine.stream(buffer=1)]
+    collected = threading.Event()
+
+    def collect() -> None:
+        with engine._loop.lock:
+            streams.clear()
+        collected.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert collected.wait(10)
+    engine.shutdown()
+    assert engine.stats()["cancelled"] == 1
 
 
 def test_nothing_of_a_request_stays() -> None:
