@@ -68,7 +68,8 @@ class Loop:
     def __init__(self, function: Callable[..., Any], yields: bool, options: Options) -> None:
         self.options = options
         self.stats = Stats()
-        self.lock = threading.Lock()
+        # Reentrant, because Python may collect a stream while its thread holds the lock.
+        self.lock = threading.RLock()
         self.news = threading.Condition(self.lock)
         self.queue = RequestQueue()  # protected by the lock
         self.closing = False  # if true, no requests are accepted; protected by the lock

@@ -159,10 +159,6 @@ def test_cancel_of_a_task() -> None:
         assert engine.stats()["cancelled"] == 1
 
 
-def test_reader_that_goes_away() -> None:
-    def count() -> Iterator[int]:
-        yield from itertools.count()
-
 def test_cancel_of_a_task_that_waits_for_an_item() -> None:
     def items(ends: bool) -> Iterator[Any]:
         yield 1 if ends else forever(torch.ones(3))
@@ -183,6 +179,10 @@ def test_cancel_of_a_task_that_waits_for_an_item() -> None:
         assert engine.submit(True).result(10) == [1]
         assert engine.stats()["cancelled"] == 1
 
+
+def test_reader_that_goes_away() -> None:
+    def count() -> Iterator[int]:
+        yield from itertools.count()
 
     with ab.Engine(count) as engine:
         for item in engine.stream(buffer=4):
@@ -386,6 +386,14 @@ def test_nothing_of_a_request_stays() -> None:
         del result
         gc.collect()
         assert kept() is None
+
+
+def test_no_callbacks_stay() -> None:
+    """A request may end before ``submit`` returns."""
+    with ab.Engine(lambda x: x) as engine:
+        for i in range(1000):
+            engine.submit(i)
+    assert not _TOLD._done_callbacks  # type: ignore[attr-defined]
 
 
 def test_fork() -> None:
