@@ -338,19 +338,12 @@ class Engine(Generic[_R]):
             RuntimeError: if the engine was shut down.
         """
         done: Future[None] = Future()
-
-        def call() -> None:
-            try:
-                action()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        with self._loop.lock:
-            if self._loop.closing:
-                raise RuntimeError(f"Engine {self.name!r} was shut down")
-        self._loop.post_between(call, restart)
+        loop = self._loop
+        with loop.lock:
+            if loop.closing:
+                raise RuntimeError(f"Engine {self.name!r} was shut down") from loop.failure
+            loop.between.append((action, restart, done))
+            loop.news.notify_all()
         return done
 
     def stats(self) -> dict[str, Any]:
