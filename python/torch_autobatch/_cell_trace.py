@@ -204,7 +204,7 @@ class Trace(Indexing, TorchFunctionMode):
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), _place())
-        except (IndexError, TypeError, AttributeError):  # for example, for keyword arguments
+        except Exception:  # for example, for keyword arguments
             self.why = Reason(f"it calls {name} in a way that is not traced", _place())
         return result
 
