@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_autobatch._cell_sizes import ROUNDING
+from torch_autobatch._source import parse
 
 MISMATCH = object()  # returned by a program if one of its conditions does not hold
 
@@ -199,7 +200,7 @@ def compile_function(
 
     In reports and errors, the program's ops are located at `file` and `line`.
     """
-    tree = ast.parse(source)
+    tree = parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.expr)):
             node.lineno = node.end_lineno = line

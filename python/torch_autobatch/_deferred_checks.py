@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from torch_autobatch._source import instruction_at, look_up, position_at, syntax_of
+from torch_autobatch._source import instruction_at, look_up, parse, position_at, syntax_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -63,7 +63,7 @@ class Check:
         return RuntimeError(f"torch_autobatch: a check in {self.code.co_qualname} failed")
 
     def _compile(self, names: list[str]) -> types.CodeType:
-        tree = ast.parse(f"def check({', '.join(names)}): pass")
+        tree = parse(f"def check({', '.join(names)}): pass")
         function = tree.body[0]
         assert isinstance(function, ast.FunctionDef)
         function.body = self.failing
