@@ -21,6 +21,7 @@ from torch_autobatch._engine_loop import Loop, Options
 from torch_autobatch._engine_request import Channel, QueueFull, Request, Stream
 from torch_autobatch._engine_stats import Collector
 from torch_autobatch._engine_watch import Watchdog
+from torch_autobatch._options import is_async
 from torch_autobatch._scope import Granularity
 
 _P = ParamSpec("_P")
@@ -114,7 +115,7 @@ class Engine(Generic[_R]):
             )
         if watchdog is not None and watchdog <= 0:
             raise ValueError(f"Engine(watchdog={watchdog}): expected more than 0 s, or None")
-        if _is_async(fn):
+        if is_async(_underlying(fn)):
             raise TypeError(
                 f"Engine: {fn!r} is an async function. Pass a function without async, and await "
                 "engine(x)"
@@ -463,11 +464,6 @@ def _underlying(fn: Any) -> Any:
 
 def _is_generator(fn: Any) -> bool:
     return inspect.isgeneratorfunction(_underlying(fn))
-
-
-def _is_async(fn: Any) -> bool:
-    code = _underlying(fn)
-    return inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
 
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:

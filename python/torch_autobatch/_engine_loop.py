@@ -1,6 +1,6 @@
 """The thread of an engine, which starts requests, runs slices and delivers results."""
 
-import contextlib
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -26,36 +26,25 @@ _IDLE = 1.0  # cached memory is freed after this many seconds without requests
 _TURNS = 4
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of an engine that its loop uses."""
 
-    def __init__(
-        self,
-        *,
-        max_live: float,
-        max_queue: float,
-        max_delay: float,
-        grad: bool,
-        granularity: Granularity,
-        slice_time: float,
-    ) -> None:
-        self.max_live = max_live
-        self.max_queue = max_queue
-        self.max_delay = max_delay
-        self.grad = grad
-        self.granularity = granularity
-        self.slice_time = slice_time
+    max_live: float
+    max_queue: float
+    max_delay: float
+    grad: bool
+    granularity: Granularity
+    slice_time: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Outcome:
     """The outcome of a request, which the future receives after the fiber has been left."""
 
-    __slots__ = ("error", "request", "result")
-
-    def __init__(self, request: Request, result: Any, error: BaseException | None) -> None:
-        self.request = request
-        self.result = result
-        self.error = error
+    request: Request
+    result: Any
+    error: BaseException | None
 
 
 class Loop:
@@ -105,7 +94,7 @@ class Loop:
 
     def run(self) -> None:
         try:
-            with self._mode():
+            with torch.inference_mode(not self.options.grad):
                 register_known()
                 self._scope = batch(
                     adaptive=False,
@@ -131,14 +120,6 @@ class Loop:
 
     def live(self) -> list[Request]:
         return list(self._live.values())
-
-    @contextlib.contextmanager
-    def _mode(self) -> Generator[None]:
-        if self.options.grad:
-            yield
-        else:
-            with torch.inference_mode():
-                yield
 
     def _turn(self) -> bool:
         """Runs one iteration. Returns false when the engine is closed and no request is left."""
