@@ -350,22 +350,12 @@ def _operands(node: ast.expr, fails: bool | None) -> Iterator[tuple[ast.expr, bo
 
 
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.If, ast.For, ast.Pass)
-_LEAVING = (
-    ast.Return,
-    ast.Break,
-    ast.Continue,
-    ast.Yield,
-    ast.YieldFrom,
-    ast.Await,
-    ast.Try,
-    ast.With,
-    ast.Lambda,
-)
+_LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.Lambda)
 
 
 def _only_raises(branch: list[ast.stmt]) -> bool:
     """Returns whether a branch raises an error on every path and has only simple statements."""
-    if not branch or not all(isinstance(s, (*_STATEMENTS, ast.Raise)) for s in branch):
+    if not branch:
         return False
     for statement in branch:
         for node in ast.walk(statement):
