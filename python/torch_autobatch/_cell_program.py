@@ -170,9 +170,6 @@ class Program:
         returned = (name for name in VARIABLE.findall(self.returned) if name[0] != "k")
         return not known.isdisjoint(returned)
 
-    def source(self) -> str:
-        return source_of_function(self.inputs, self.lines, self.returned)
-
 
 def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:
     """Returns the source of a container. `source_of_item` returns the source of an item."""
