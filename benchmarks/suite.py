@@ -113,7 +113,7 @@ def compare(
     )
     variants = {**measure.variants_of(workload), **(others or {})}
     if plan.peers:
-        variants |= peers.available(workload, plan.backward, result.skipped)
+        variants |= peers.available(workload, result.skipped)
     result.difference = _check(variants, workload, minibatch, plan, result.skipped)
     often = [name for name in variants if name != EAGER]
     took: dict[str, float] = {}

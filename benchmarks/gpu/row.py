@@ -24,7 +24,7 @@ LONG = 500  # milliseconds; profiling a step of a hundred thousand launches take
 
 def variants_of(workload: Workload, skipped: dict[str, str]) -> dict[str, Callable[..., Step]]:
     """Returns the variants other than eager, hand and ours."""
-    others = peers.available(workload, True, skipped, names=("dgl",))
+    others = peers.available(workload, skipped, names=("dgl",))
     if workload.name in cells.CELLS:
         methods = cells.CELLS[workload.name]
         others[IN_CELLS] = lambda w, minibatch, _: cells.step(w, minibatch, methods)

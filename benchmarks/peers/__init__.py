@@ -19,7 +19,6 @@ PEERS = ("torchfold", "dgl", "vmap", "dynet")
 
 def available(
     workload: Workload,
-    backward: bool,
     skipped: dict[str, str],
     names: Sequence[str] = PEERS,
 ) -> dict[str, Callable[..., Step]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ import torch_autobatch as ab
 
 from benchmarks.serving.workloads import Workload
 
-Job = tuple[Any, "Future[Any]", float]
+Job = tuple[Any, "Future[Any]"]
 
 
 class Server(abc.ABC):
@@ -32,10 +31,9 @@ class EngineServer(Server):
 
     def __init__(self, workload: Workload, live: int) -> None:
         self.engine = ab.Engine(workload.one, max_live=live, max_queue=10**6)
-        self.submit = self.engine.submit  # type: ignore[method-assign]
 
     def submit(self, request: Any) -> Future[Any]:
-        raise NotImplementedError
+        return self.engine.submit(request)
 
     def close(self) -> None:
         self.engine.shutdown(cancel=True)
@@ -56,7 +54,7 @@ class Collecting(Server):
     def submit(self, request: Any) -> Future[Any]:
         future: Future[Any] = Future()
         with self._news:
-            self._jobs.append((request, future, time.perf_counter()))
+            self._jobs.append((request, future))
             self._news.notify()
         return future
 
@@ -73,8 +71,9 @@ class Collecting(Server):
                     if self._closed:
                         return
                     jobs = self.take()
-                for job, result in zip(jobs, self._run([j[0] for j in jobs]), strict=True):
-                    job[1].set_result(result)
+                results = self._run([request for request, _ in jobs])
+                for (_, future), result in zip(jobs, results, strict=True):
+                    future.set_result(result)
 
     def close(self) -> None:
         with self._news:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_autobatch._cell_sizes import TracedShape, is_traced, plain
+from torch_autobatch._cell_objects import plain_item
 
 Guard = tuple[dict[Any, Any], str | None, Any]
 
@@ -64,19 +64,30 @@ class Attributes:
     def make_plain(self) -> bool:
         """Converts traced numbers that the call has stored in attributes to ordinary numbers.
 
-        Returns whether it found a traced number.
+        Lists and dicts in attributes are searched too, but no deeper ones. Returns whether it found
+        a traced number.
         """
         has_stored = False
         for table, _ in self._tables:
-            for name, value in table.items():
-                has_stored = has_stored or is_traced(value) or type(value) is TracedShape
-                if is_traced(value) or type(value) in (tuple, TracedShape):
-                    table[name] = plain(value)
-                elif type(value) is list:
-                    value[:] = (plain(item) for item in value)
-                elif type(value) is dict:
-                    value.update({key: plain(item) for key, item in value.items()})
+            for values in (table, *table.values()):
+                if type(values) in (dict, list):
+                    has_stored = _make_plain(values) or has_stored
         return has_stored
+
+
+def _make_plain(values: Any) -> bool:
+    """Converts traced numbers in a list, or in the values of a dict, to ordinary numbers.
+
+    Returns whether it found a traced number. Other values stay the same objects, because guards
+    compare identities.
+    """
+    has_traced = False
+    for key, value in values.items() if type(values) is dict else enumerate(values):
+        ordinary = plain_item(value)
+        if ordinary is not value:
+            values[key] = ordinary
+            has_traced = True
+    return has_traced
 
 
 def _named_by(function: Any) -> tuple[dict[str, Any], tuple[str, ...]]:

@@ -26,6 +26,7 @@ from torch_autobatch._cell_program import (
 from torch_autobatch._cell_templates import with_templates
 
 _MOST_BYTES = 64 << 20  # maximum size of the cached results of one program
+_ENTRY = 1024  # estimated size of an entry, without the memory of its tensors
 
 
 class _Results:
@@ -46,6 +47,7 @@ class _Results:
             found = self._function(*sizes)
         finally:
             _C.set_eager(before)
+        self._bytes += _ENTRY
         if found is not MISMATCH:
             dense = [x for x in found if isinstance(x, Tensor) and x.layout == torch.strided]
             self._bytes += sum(value.nbytes for value in dense)

@@ -7,6 +7,7 @@ a program would not read or write the cache.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import gc
 import types
@@ -98,7 +99,7 @@ def _replace_in_table(table: dict[Any, Any]) -> None:
 
 def _replace_in_object(owner: Any) -> None:
     """Replaces numbers in attributes, also in attributes that are not in ``__dict__``."""
-    names = [name for kind in type(owner).__mro__ for name in vars(kind).get("__slots__", ())]
+    names: list[str] = copyreg._slotnames(type(owner))  # type: ignore[attr-defined]
     for name in (*getattr(owner, "__dict__", ()), *names):
         value = getattr(owner, name, None)
         if (ordinary := plain_item(value)) is not value:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_autobatch._cell_program import UntraceableError, quoted
+from torch_autobatch._cell_program import UntraceableError, quoted, structure_of
 from torch_autobatch._cell_sizes import TracedFloat, TracedInt, TracedShape, is_traced, plain
 
 _MOST_VALUES = 512  # maximum number of containers that are searched in one object
@@ -194,10 +194,7 @@ class Changes:
                     if name not in before or before[name] is not value:
                         yield f"({variable}, {quoted(name)}, {source_of(value)})"
             elif list(before) != list(after) or any(before[k] is not after[k] for k in before):
-                items = ", ".join(
-                    f"{quoted(key)}: {source_of(item)}" for key, item in after.items()
-                )
-                yield f"({variable}, None, {{{items}}})"
+                yield f"({variable}, None, {structure_of(after, source_of)})"
 
     def is_empty(self) -> bool:
         try:

@@ -184,7 +184,8 @@ def without_unused(lines: Lines, returned: str) -> list[Line]:
     used = set(VARIABLE.findall(returned))
     kept: list[Line] = []
     for line in reversed(lines):
-        if line.target not in used and (line.is_number or (line.is_call and _has_no_effect(line))):
+        has_no_effect = line.is_call and is_pure(line.name) and not line.writes
+        if line.target not in used and (line.is_number or has_no_effect):
             continue
         used |= line.variables()
         kept.append(line)
@@ -193,10 +194,6 @@ def without_unused(lines: Lines, returned: str) -> list[Line]:
         if not line.is_condition or line.reads or line not in found:
             found.append(line)
     return found
-
-
-def _has_no_effect(line: Line) -> bool:
-    return is_pure(line.name) and not line.writes
 
 
 def asks_after_draws(lines: Lines) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_autobatch._cell_sizes import ROUNDING
+from torch_autobatch._source import parse
 
 MISMATCH = object()  # returned by a program if one of its conditions does not hold
 
@@ -169,9 +170,6 @@ class Program:
         returned = (name for name in VARIABLE.findall(self.returned) if name[0] != "k")
         return not known.isdisjoint(returned)
 
-    def source(self) -> str:
-        return source_of_function(self.inputs, self.lines, self.returned)
-
 
 def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:
     """Returns the source of a container. `source_of_item` returns the source of an item."""
@@ -199,7 +197,7 @@ def compile_function(
 
     In reports and errors, the program's ops are located at `file` and `line`.
     """
-    tree = ast.parse(source)
+    tree = parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.stmt, ast.expr)):
             node.lineno = node.end_lineno = line

@@ -106,7 +106,6 @@ class Trace(Indexing, TorchFunctionMode):
         self._held: list[Any] = []  # values that are kept alive, so that ids stay unique
         self._origins = Origins(self._expression)
         self._own: set[str] = set()  # variables whose memory the call has allocated
-        self._of_sizes: set[str] = set()  # variables that depend only on sizes (masks)
         self._counts = {"r": 0, "s": 0}
         self._grad = torch.is_grad_enabled()
         self._context = context()
@@ -204,7 +203,7 @@ class Trace(Indexing, TorchFunctionMode):
             return self._record(func, name, tuple(args), kwargs, result)
         except UntraceableError as reason:
             self.why = Reason(str(reason), _place())
-        except (IndexError, TypeError, AttributeError):  # for example, for keyword arguments
+        except Exception:  # for example, for keyword arguments
             self.why = Reason(f"it calls {name} in a way that is not traced", _place())
         return result
 
@@ -311,10 +310,6 @@ class Trace(Indexing, TorchFunctionMode):
         fresh, selects = makes_memory(name, args), selects_by_values(name, args)
         random = draws(name, args, kwargs)
         self.lines.append(Line(target, source, False, name, writes, keeps, fresh, random, selects))
-        if self._are_of_sizes([*args, *kwargs.values()]):
-            self._of_sizes.add(target)
-        else:
-            self._of_sizes.discard(writes)
         return target
 
     def _size(self, tensor: Tensor, dim: int | None = None) -> Any:
@@ -331,9 +326,6 @@ class Trace(Indexing, TorchFunctionMode):
             self._origins.set(found, number)
             return number
         return found
-
-    def _are_of_sizes(self, values: Iterable[Any]) -> bool:
-        return all(variable in self._of_sizes for variable in self._tensors_in(values))
 
     # --- Names ---
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from torch_autobatch._source import instruction_at, look_up, position_at, syntax_of
+from torch_autobatch._source import instruction_at, look_up, parse, position_at, syntax_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -63,7 +63,7 @@ class Check:
         return RuntimeError(f"torch_autobatch: a check in {self.code.co_qualname} failed")
 
     def _compile(self, names: list[str]) -> types.CodeType:
-        tree = ast.parse(f"def check({', '.join(names)}): pass")
+        tree = parse(f"def check({', '.join(names)}): pass")
         function = tree.body[0]
         assert isinstance(function, ast.FunctionDef)
         function.body = self.failing
@@ -350,22 +350,12 @@ def _operands(node: ast.expr, fails: bool | None) -> Iterator[tuple[ast.expr, bo
 
 
 _STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr, ast.If, ast.For, ast.Pass)
-_LEAVING = (
-    ast.Return,
-    ast.Break,
-    ast.Continue,
-    ast.Yield,
-    ast.YieldFrom,
-    ast.Await,
-    ast.Try,
-    ast.With,
-    ast.Lambda,
-)
+_LEAVING = (ast.Yield, ast.YieldFrom, ast.Await, ast.Lambda)
 
 
 def _only_raises(branch: list[ast.stmt]) -> bool:
     """Returns whether a branch raises an error on every path and has only simple statements."""
-    if not branch or not all(isinstance(s, (*_STATEMENTS, ast.Raise)) for s in branch):
+    if not branch:
         return False
     for statement in branch:
         for node in ast.walk(statement):

@@ -1,7 +1,7 @@
 """``python -m torch_autobatch doctor``: shows the build and its fast paths, and checks results."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,6 @@ def _mark(is_on: bool) -> str:
 
 
 # --- the self-check ---
-
-_Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 class _Recurrent(nn.Module):

@@ -21,6 +21,7 @@ from torch_autobatch._engine_loop import Loop, Options
 from torch_autobatch._engine_request import Channel, QueueFull, Request, Stream
 from torch_autobatch._engine_stats import Collector
 from torch_autobatch._engine_watch import Watchdog
+from torch_autobatch._options import is_async
 from torch_autobatch._scope import Granularity
 
 _P = ParamSpec("_P")
@@ -114,7 +115,7 @@ class Engine(Generic[_R]):
             )
         if watchdog is not None and watchdog <= 0:
             raise ValueError(f"Engine(watchdog={watchdog}): expected more than 0 s, or None")
-        if _is_async(fn):
+        if is_async(_underlying(fn)):
             raise TypeError(
                 f"Engine: {fn!r} is an async function. Pass a function without async, and await "
                 "engine(x)"
@@ -275,8 +276,9 @@ class Engine(Generic[_R]):
                 )
             loop.stats.submitted += 1
             loop.queue.put(request)
+            # With the lock held, because the request may end as soon as the lock is released.
+            request.note_cancelled(loop.note_cancelled)
             loop.news.notify_all()
-        request.note_cancelled(loop.note_cancelled)
 
     # --- the engine ---
 
@@ -337,19 +339,12 @@ class Engine(Generic[_R]):
             RuntimeError: if the engine was shut down.
         """
         done: Future[None] = Future()
-
-        def call() -> None:
-            try:
-                action()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        with self._loop.lock:
-            if self._loop.closing:
-                raise RuntimeError(f"Engine {self.name!r} was shut down")
-        self._loop.post_between(call, restart)
+        loop = self._loop
+        with loop.lock:
+            if loop.closing:
+                raise RuntimeError(f"Engine {self.name!r} was shut down") from loop.failure
+            loop.between.append((action, restart, done))
+            loop.news.notify_all()
         return done
 
     def stats(self) -> dict[str, Any]:
@@ -469,11 +464,6 @@ def _underlying(fn: Any) -> Any:
 
 def _is_generator(fn: Any) -> bool:
     return inspect.isgeneratorfunction(_underlying(fn))
-
-
-def _is_async(fn: Any) -> bool:
-    code = _underlying(fn)
-    return inspect.iscoroutinefunction(code) or inspect.isasyncgenfunction(code)
 
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:

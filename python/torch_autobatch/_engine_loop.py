@@ -1,11 +1,11 @@
 """The thread of an engine, which starts requests, runs slices and delivers results."""
 
-import contextlib
+import dataclasses
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import torch
@@ -26,58 +26,50 @@ _IDLE = 1.0  # cached memory is freed after this many seconds without requests
 _TURNS = 4
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of an engine that its loop uses."""
 
-    def __init__(
-        self,
-        *,
-        max_live: float,
-        max_queue: float,
-        max_delay: float,
-        grad: bool,
-        granularity: Granularity,
-        slice_time: float,
-    ) -> None:
-        self.max_live = max_live
-        self.max_queue = max_queue
-        self.max_delay = max_delay
-        self.grad = grad
-        self.granularity = granularity
-        self.slice_time = slice_time
+    max_live: float
+    max_queue: float
+    max_delay: float
+    grad: bool
+    granularity: Granularity
+    slice_time: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Outcome:
     """The outcome of a request, which the future receives after the fiber has been left."""
 
-    __slots__ = ("error", "request", "result")
-
-    def __init__(self, request: Request, result: Any, error: BaseException | None) -> None:
-        self.request = request
-        self.result = result
-        self.error = error
+    request: Request
+    result: Any
+    error: BaseException | None
 
 
 class Loop:
     """The loop of an engine's thread.
 
     Other threads may use only the methods under "from any thread". While they hold ``lock``, they
-    may also use ``news``, ``queue`` and ``closing``. They may read statistics.
+    may also use ``news``, ``queue``, ``between`` and ``closing``. They may read statistics.
     """
 
     def __init__(self, function: Callable[..., Any], yields: bool, options: Options) -> None:
         self.options = options
         self.stats = Stats()
-        self.lock = threading.Lock()
+        # Reentrant, because Python may collect a stream while its thread holds the lock.
+        self.lock = threading.RLock()
         self.news = threading.Condition(self.lock)
         self.queue = RequestQueue()  # protected by the lock
+        # Actions to run while no request is running, whether they restart requests, and the futures
+        # of the actions. Protected by the lock.
+        self.between: deque[tuple[Callable[[], object], bool, Future[None]]] = deque()
         self.closing = False  # if true, no requests are accepted; protected by the lock
         self.failure: BaseException | None = None  # the error that ended the loop
         self.turns = 0  # number of iterations of the loop, for the watchdog
-        self.is_idle = True
+        self.is_idle = False
         self.report = Report()  # the report that the last `take_report` made
         self._posts: deque[Callable[[], object]] = deque()
-        self._between: deque[tuple[Callable[[], object], bool]] = deque()
         self._function = function
         self._yields = yields
         self._live: dict[int, Request] = {}  # maps the number of a running request to the request
@@ -95,13 +87,6 @@ class Loop:
         with self.lock:
             self.news.notify_all()
 
-    def post_between(self, action: Callable[[], object], restart: bool) -> None:
-        """Makes the thread call ``action`` while no request is running.
-
-        If ``restart``, running requests are ended, and start again after the action.
-        """
-        self.post(lambda: self._between.append((action, restart)))
-
     def note_cancelled(self, request: Request) -> None:
         self.post(lambda: self._end(request, CancelledError()))
 
@@ -109,7 +94,7 @@ class Loop:
 
     def run(self) -> None:
         try:
-            with self._mode():
+            with torch.inference_mode(not self.options.grad):
                 register_known()
                 self._scope = batch(
                     adaptive=False,
@@ -136,24 +121,15 @@ class Loop:
     def live(self) -> list[Request]:
         return list(self._live.values())
 
-    @contextlib.contextmanager
-    def _mode(self) -> Generator[None]:
-        if self.options.grad:
-            yield
-        else:
-            with torch.inference_mode():
-                yield
-
     def _turn(self) -> bool:
         """Runs one iteration. Returns false when the engine is closed and no request is left."""
         self.turns += 1
         while self._posts:
             self._posts.popleft()()
         self._end_late()
-        if self._between and not self._run_between():
-            return True
-        if not self._between:
-            self._admit()
+        if self.between:
+            self._run_between()
+        self._admit()
         self._deliver()
         if self._live:
             waits = not self._step()
@@ -163,7 +139,7 @@ class Loop:
                 self._sleep()  # every request waits for its reader
             return True
         with self.lock:
-            if self.closing and not len(self.queue) and not self._between:
+            if self.closing and not len(self.queue) and not self.between:
                 return bool(self._posts)
         self._rest()
         return True
@@ -308,25 +284,33 @@ class Loop:
         for request in requests:
             request.let_go()
             self._tell(request, None, error)
+        for _, _, done in self.between:
+            if done.set_running_or_notify_cancel():
+                done.set_exception(error)
+        self.between.clear()
 
     # --- between requests ---
 
-    def _run_between(self) -> bool:
-        """Calls the next action. Returns false if requests are still running."""
-        action, restart = self._between[0]
+    def _run_between(self) -> None:
+        """Calls the next action, unless requests are still running."""
+        action, restart, done = self.between[0]
         if restart:
             self._restart_live()
         if self._live:
-            self._step()
-            self._deliver()
-            return False
-        self._between.popleft()
+            return
         self._scope.flush()
+        self.between.popleft()
+        if not done.set_running_or_notify_cancel():
+            return
         eager_before = _C.set_eager(True)
         with torch.inference_mode(False):
-            action()
+            try:
+                action()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
         _C.set_eager(eager_before)
-        return True
 
     def _restart_live(self) -> None:
         """Ends the running requests, except streams, and puts them back into the queue."""
@@ -351,7 +335,9 @@ class Loop:
         Returns false if there was nothing to do in this time.
         """
         with self.lock:
-            if self._posts or self._may_start() or (self.closing and not self._live):
+            if self._posts or self._may_start():
+                return True
+            if (self.between or self.closing) and not self._live:
                 return True
             until = self._next_time()
             if until is not None:
@@ -366,6 +352,8 @@ class Loop:
 
     def _may_start(self) -> bool:
         """Whether the next request may start. Called with the lock held."""
+        if self.between:
+            return False
         request = self.queue.first()
         return request is not None and self._has_room(request) and not self._delays()
 

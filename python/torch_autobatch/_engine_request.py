@@ -278,6 +278,9 @@ class Channel:
     def next(self) -> "Future[Any]":
         """Returns a future of the next item, or of ``_End`` after the last item."""
         coming: Future[Any] = Future()
+        # A cancelled task cancels the future that it waits for. A running future can't be
+        # cancelled, so the engine's thread can always give it an item.
+        coming.set_running_or_notify_cancel()
         wakes = False
         with self._lock:
             if self._items:

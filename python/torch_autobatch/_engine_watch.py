@@ -12,7 +12,8 @@ from torch_autobatch._log import logger
 class Watchdog:
     """Logs a warning when the loop has made no progress for ``limit`` seconds.
 
-    It warns again after 2 * ``limit``, 4 * ``limit`` seconds and so on.
+    It warns again after 2 * ``limit``, 4 * ``limit`` seconds and so on. Its thread ends soon after
+    the loop's thread.
     """
 
     def __init__(self, loop: Loop, thread: threading.Thread, limit: float) -> None:
@@ -32,7 +33,7 @@ class Watchdog:
 
     def _run(self) -> None:
         turns, stood, next_warning = -1, 0.0, self._limit
-        while not self._stop.wait(self._limit / 2):
+        while not self._stop.wait(self._limit / 2) and self._watched.is_alive():
             if self._loop.turns != turns or self._loop.is_idle:
                 turns, stood, next_warning = self._loop.turns, 0.0, self._limit
                 continue

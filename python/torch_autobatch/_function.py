@@ -1,6 +1,7 @@
 """Custom autograd.Functions: checks which calls functorch can batch, and runs them."""
 
 import enum
+import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ class Call:
 
 _ways: WeakKeyDictionary[type[Function], dict[Hashable, _Way]] = WeakKeyDictionary()
 _calls: WeakValueDictionary[int, Call] = WeakValueDictionary()
-_next_number = 0
+_numbers = itertools.count(1)
 
 
 class _DeclinedError(Exception):
@@ -194,7 +195,6 @@ def call_of(function: type[Function], arguments: tuple[Any, ...], named: bool) -
 
 
 def _batched_call(function: type[Function], arguments: tuple[Any, ...]) -> Call | None:
-    global _next_number
     try:
         variables = _Variables(function)
         key = variables.key, tuple(_key(a) for a in arguments)
@@ -205,8 +205,7 @@ def _batched_call(function: type[Function], arguments: tuple[Any, ...]) -> Call 
     if way is None:
         if len(ways) >= _MOST_WAYS:
             ways.clear()
-        _next_number += 1
-        way = ways[key] = _Way(_next_number)
+        way = ways[key] = _Way(next(_numbers))
     if way.reason:
         return None
     call = _calls.get(way.number)

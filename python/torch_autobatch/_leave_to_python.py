@@ -20,8 +20,10 @@ except ImportError:  # this Python or this PyTorch build has no compiler
 
 _BY_THE_CORE = (
     "_catching",
+    "_compiled",
     "_deferred_checks",
     "_function",
+    "_identity",
 )  # the C++ core imports these modules when it needs them
 
 

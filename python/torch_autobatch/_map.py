@@ -2,16 +2,16 @@
 
 import functools
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
-from torch.utils import _pytree
 
 from torch_autobatch import _C
+from torch_autobatch._cell import _next_behind
+from torch_autobatch._engine_request import tensors_in
 from torch_autobatch._fiber_state import note_shared_state, register_known
 from torch_autobatch._module_attributes import watch_modules
 from torch_autobatch._options import check_count, check_results, check_truths, is_async, name_of
@@ -212,7 +212,7 @@ def _run(
                     return_exceptions,
                     max_live,
                     _serve,
-                    _tensors_in,
+                    tensors_in,
                     note_shared_state,
                     _is_new(fn),
                     _warn_of_order,
@@ -258,11 +258,7 @@ def _is_new(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     code = getattr(function, "__code__", None) or type(function)
-    values = [getattr(function, "__self__", function)]
-    if isinstance(function, types.FunctionType):
-        table = function.__globals__
-        values += [table[name] for name in function.__code__.co_names if name in table]
-        values += [_content(cell) for cell in function.__closure__ or ()]
+    values = (getattr(function, "__self__", function), *_next_behind(function))
     modules = [value for value in values if isinstance(value, torch.nn.Module)]
     mode = (id(code), torch.is_grad_enabled(), *(module.training for module in modules))
     is_new = False
@@ -274,13 +270,6 @@ def _is_new(function: Any) -> bool:
     return is_new
 
 
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the variable has no value yet
-        return None
-
-
 def _warn_of_order(what: str) -> None:
     """Warns that instances used a shared tensor in a different order than a loop would."""
     text = (
@@ -290,11 +279,6 @@ def _warn_of_order(what: str) -> None:
         "first call matter, use a loop in ab.batch() instead of ab.map"
     )
     warnings.warn(text, RuntimeWarning, stacklevel=4)
-
-
-def _tensors_in(result: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a result that is a pytree."""
-    return [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
 
 
 # --- backward() in a fiber ---

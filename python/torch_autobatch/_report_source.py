@@ -6,11 +6,12 @@ Other expressions in the line are not causes.
 """
 
 import ast
-import functools
 import linecache
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from torch_autobatch._source import tree_of
 
 Test = Callable[[ast.AST], bool]
 
@@ -44,21 +45,13 @@ def finds(spot: Spot, is_here: Test) -> bool:
     return any(is_here(node) for node in nodes_at(spot))
 
 
-@functools.lru_cache(maxsize=64)
-def _tree(path: str) -> ast.Module | None:
-    try:
-        return ast.parse("".join(linecache.getlines(path)))
-    except (SyntaxError, ValueError):
-        return None
-
-
 def nodes_at(spot: Spot) -> list[ast.AST]:
     """Returns the nodes that contain the instruction, from the innermost node to the statement.
 
     If the position is not known, returns all nodes of the line, innermost first.
     """
     path, line = place_of(spot.site)
-    if (tree := _tree(path)) is None:
+    if (tree := tree_of(path)) is None:
         return []
     if spot.position == 0:
         return list(_nodes_of_line(tree, line))[::-1]
@@ -72,7 +65,7 @@ _OUTER = (ast.stmt, ast.Lambda, ast.match_case)  # nodes that contain whole expr
 
 def around(spot: Spot) -> list[ast.stmt]:
     """Returns the function's statements around the instruction's own statement, innermost first."""
-    tree = _tree(place_of(spot.site)[0])
+    tree = tree_of(place_of(spot.site)[0])
     way = _way_to(tree, spot) if tree is not None else []
     functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
     inner = max((i for i, node in enumerate(way) if isinstance(node, functions)), default=-1)

@@ -225,8 +225,9 @@ class batch(metaclass=_Called):  # noqa: N801  (used as a function, as torch.no_
         if eager_before is not None:
             _C.set_eager(eager_before)
         roots, gradients = self._roots, self._gradients
-        if not self._open:  # the outermost block ended, with or without an error
+        if not self._open:
             self._roots, self._gradients = [], []
+        if eager_before is None:  # the outermost block ended, with or without an error
             end_block()
         if scope is not None:
             if error is not None and not isinstance(error, Exception):

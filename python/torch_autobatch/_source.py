@@ -59,11 +59,17 @@ def _holds(node: ast.AST, position: Position) -> bool:
 _parsing = threading.RLock()
 
 
+def parse(source: str) -> ast.Module:
+    """Calls ``ast.parse`` in one thread at a time."""
+    with _parsing:
+        return ast.parse(source)
+
+
 @functools.lru_cache(maxsize=64)
-def _tree_of(file: str) -> ast.Module | None:
+def tree_of(file: str) -> ast.Module | None:
+    """Returns the syntax tree of a file, or None if the file has a syntax error."""
     try:
-        with _parsing:
-            return ast.parse("".join(linecache.getlines(file)))
+        return parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return None
 
@@ -99,7 +105,7 @@ def _imports_of(file: str) -> list[ast.stmt]:
     must be compiled together with the imports.
     """
     found: list[ast.stmt] = []
-    waiting: list[ast.AST] = [*(tree.body if (tree := _tree_of(file)) else [])]
+    waiting: list[ast.AST] = [*(tree.body if (tree := tree_of(file)) else [])]
     while waiting:
         node = waiting.pop(0)
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -112,7 +118,7 @@ def _imports_of(file: str) -> list[ast.stmt]:
 @functools.lru_cache(maxsize=1024)
 def syntax_of(code: types.CodeType) -> Syntax | None:
     """Returns the syntax of a function or module, or None if its source is missing or differs."""
-    tree = _tree_of(code.co_filename)
+    tree = tree_of(code.co_filename)
     if tree is None or (code.co_name.startswith("<") and code.co_name != "<module>"):
         return None
     if code.co_name == "<module>":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,6 +50,20 @@ def decorated(xs: list[Tensor]) -> list[Tensor]:
 
 def with_decorator(xs: list[Tensor]) -> Tensor:
     return torch.stack(decorated(xs)).sum()
+
+
+def modules_of_the_core() -> list[str]:
+    """Returns the modules of the package that the C++ core imports when it needs them."""
+    sources = Path(__file__).parents[3] / "csrc"
+    texts = [path.read_text() for path in sources.rglob("*.cpp")]
+    return sorted({name for t in texts for name in re.findall(r'"(torch_autobatch\._[a-z_]+)"', t)})
+
+
+@pytest.mark.parametrize("name", modules_of_the_core())
+def test_what_the_core_imports_is_not_compiled(name: str) -> None:
+    for function in vars(importlib.import_module(name)).values():
+        if isinstance(function, types.FunctionType) and function.__module__ == name:
+            assert function._torchdynamo_disable, function  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -37,6 +37,28 @@ class Slots:
         self.last: Any = (0, 0)
 
 
+class OneSlot:
+    __slots__ = "last"
+
+    def __init__(self) -> None:
+        self.last: Any = (0, 0)
+
+
+class PrivateSlot:
+    __slots__ = ("__last",)
+
+    def __init__(self) -> None:
+        self.__last: Any = (0, 0)
+
+    @property
+    def last(self) -> Any:
+        return self.__last
+
+    @last.setter
+    def last(self, value: Any) -> None:
+        self.__last = value
+
+
 GLOBAL: dict[Any, Any] = {}
 
 
@@ -101,6 +123,8 @@ def squares() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     yield "ordered", memo(places.ordered)
     yield "last", last(Places())
     yield "slots", last(Slots())
+    yield "one slot", last(OneSlot())
+    yield "private slot", last(PrivateSlot())
     yield "class", last_of_class
     yield "list", in_list(places)
     yield "closure", in_closure()
@@ -129,6 +153,16 @@ def test_what_is_kept_is_ordinary(name: str) -> None:
         assert type(square(len(x))) is int
         assert torch.ones(square(len(x))).numel() == len(x) ** 2
     assert all(type(key) is int and type(value) is int for key, value in GLOBAL.items())
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_what_one_call_keeps_is_ordinary(name: str) -> None:
+    GLOBAL.clear()
+    Places.kind = None
+    square, x = dict(squares())[name], rows()[0]
+    with ab.batch():
+        ab.cell(lambda x: x.exp() * square(x.shape[0]), dynamic=True)(x)
+    assert type(square(len(x))) is int
 
 
 def test_a_table_of_a_size_that_never_differs() -> None:

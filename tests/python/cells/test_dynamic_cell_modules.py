@@ -95,6 +95,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a constant of a layer": lambda model: setattr(model.norm, "eps", 2.0),
     "a function": lambda model: setattr(model, "activation", torch.sin),
     "a tensor": lambda model: setattr(model, "shift", torch.ones(WIDTH)),
+    "a tuple": lambda model: setattr(model, "factors", (3.0, 1.0)),
     "forward": lambda model: setattr(model.layer, "forward", lambda x: x * 2),
 }
 
@@ -105,11 +106,12 @@ def test_attributes_that_change_between_blocks(name: str, floats: list[Tensor]) 
         def __init__(self) -> None:
             super().__init__()
             self.scale, self.activation, self.shift = 1.0, torch.tanh, torch.zeros(WIDTH)
+            self.factors = (2.0, 1.0)
             self.dropout.p = 0.0
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.activation(super().forward(x) * self.scale) + self.shift
-            return self.dropout(h)
+            return self.dropout(h) * self.factors[0]
 
     model = ab.cell(Model().train(), dynamic=True)
     run(model, floats)
@@ -118,6 +120,37 @@ def test_attributes_that_change_between_blocks(name: str, floats: list[Tensor]) 
     assert model.runs == runs  # the function itself changes `runs`
     CHANGES[name](model)
     torch.testing.assert_close(run(model, floats), [model(x) for x in floats])
+
+
+STORES: dict[str, Callable[[Any, Tensor], object]] = {
+    "tuple": lambda model, x: setattr(model, "grid", (x.size(0), x.size(1))),
+    "tuple in a tuple": lambda model, x: setattr(model, "grid", ("grid", (x.size(0), 1))),
+    "list": lambda model, x: model.sizes.append(x.size(0)),
+    "item of a list": lambda model, x: model.sizes.__setitem__(0, (x.size(0),)),
+    "dict": lambda model, x: model.table.update(rows=x.size(0)),
+    "shape": lambda model, x: model.table.update(shape=x.shape),
+}
+
+
+@pytest.mark.parametrize("name", STORES)
+def test_sizes_in_containers_are_stored_in_each_call(name: str, floats: list[Tensor]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.grid: Any = (0, 0)
+            self.sizes: list[Any] = [0]
+            self.table: dict[str, Any] = {}
+
+        def forward(self, x: Tensor) -> Tensor:
+            STORES[name](self, x)
+            return x.exp()
+
+    plain, cell = Model(), ab.cell(Model(), dynamic=True)
+    with ab.batch(adaptive=False):
+        for x in floats:
+            torch.testing.assert_close(cell(x), plain(x))
+            assert (cell.grid, cell.sizes, cell.table) == (plain.grid, plain.sizes, plain.table)
+    pickle.dumps(cell.__dict__)
 
 
 def test_sizes_that_are_kept_are_ordinary_numbers(floats: list[Tensor]) -> None:

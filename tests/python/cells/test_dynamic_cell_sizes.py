@@ -12,6 +12,8 @@ import torch.nn.functional as F
 import torch_autobatch as ab
 from helpers_dynamic_cells import WIDTH, Counted, Function, alone, compare, rows
 from torch import Tensor
+from torch_autobatch._cell_by_sizes import _Results
+from torch_autobatch._cell_program import MISMATCH
 
 
 @pytest.fixture
@@ -53,6 +55,46 @@ def test_what_counts_by_a_size(name: str, xs: list[Tensor]) -> None:
     """The trace records the use or fails. Results match eager mode for any first sizes."""
     compare(COUNTS[name], alone(xs) * 2)
     compare(COUNTS[name], alone(xs[::-1]) * 2)
+
+
+PIECES: dict[str, Function] = {
+    "chunk": lambda x: sum(part.sum() for part in x.chunk(2)),
+    "chunk by keyword": lambda x: torch.stack([p.sum() for p in torch.chunk(x, dim=0, chunks=3)]),
+    "chunk by a size": lambda x: torch.stack([p.sum() for p in x.chunk(x.size(1) // 2)]),
+    "split": lambda x: torch.stack([part.sum() for part in x.split(3)]),
+    "split by a size": lambda x: torch.stack([part.sum() for part in x.split(x.size(0))]),
+}
+
+
+@pytest.mark.parametrize("has_effect", [False, True])
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_of_nothing(name: str, has_effect: bool, xs: list[Tensor]) -> None:
+    calls = torch.zeros(())
+
+    def function(x: Tensor) -> Tensor:
+        if has_effect:
+            calls.add_(1)
+        pieces: Tensor = PIECES[name](x)
+        return pieces
+
+    xs = [xs[0], xs[0][:0], *xs[1:], xs[0][:0], xs[0][:0]]
+    for order in (1, -1):
+        calls.zero_()
+        cell = ab.cell(function, dynamic=True)
+        with ab.batch(adaptive=False):
+            found = [cell(x) for x in xs[::order]]
+        assert calls == has_effect * len(xs)
+        torch.testing.assert_close(found, [function(x) for x in xs[::order]])
+
+
+def test_results_of_many_sizes_are_dropped() -> None:
+    """Results without memory of their own, and sizes that a program rejects, count too."""
+    limited, rejected = _Results(lambda n: (n,)), _Results(lambda n: MISMATCH)
+    for n in range(100_000):
+        assert limited(n) == (n,)
+        assert rejected(n) is MISMATCH
+    assert len(limited._known) < 70_000
+    assert len(rejected._known) < 70_000
 
 
 def test_sizes_that_may_be_keys_need_not(xs: list[Tensor]) -> None:

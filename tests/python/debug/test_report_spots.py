@@ -3,6 +3,7 @@ expressions of the line are not reported."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copy
 import csv
@@ -21,6 +22,9 @@ import pytest
 import torch
 import torch_autobatch as ab
 from torch import Tensor, nn
+from torch_autobatch import _source
+from torch_autobatch._cell_program import compile_function
+from torch_autobatch._deferred_checks import Check
 from torch_autobatch._report_flushes import cause_of
 from torch_autobatch._report_source import Spot, around, nodes_at
 
@@ -218,3 +222,23 @@ def test_checks_that_wait_are_no_finding() -> None:
     site = f"{__file__}:{checked.__code__.co_firstlineno + 1}"
     assert "defer_checks=True" in cause_of(reason, site).remedy
     assert "defer_checks=True" not in cause_of(reason, site, defers_checks=True).remedy
+
+
+def test_only_one_thread_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With Python 3.11, ast.parse in two threads can raise a SystemError (gh-106905)."""
+    failing = ast.parse("raise ValueError").body
+    callers: list[tuple[str, bool]] = []
+    parse = ast.parse
+
+    def noted(source: str, *args: Any, **kwargs: Any) -> ast.Module:
+        caller = sys._getframe(1).f_globals["__name__"]
+        callers.append((caller, _source._parsing._is_owned()))  # type: ignore[attr-defined]
+        return parse(source, *args, **kwargs)
+
+    _source.tree_of.cache_clear()
+    monkeypatch.setattr(ast, "parse", noted)
+    assert nodes_at(Spot(f"{linecache.__file__}:1"))
+    assert compile_function("def program(): return 1", {}, "<cell>", 1)() == 1
+    error = Check(sys._getframe().f_code, True, failing, []).failure({}, {}, "")
+    assert isinstance(error, ValueError)
+    assert callers == [("torch_autobatch._source", True)] * 3

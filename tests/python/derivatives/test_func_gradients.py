@@ -136,6 +136,22 @@ def test_weights_that_are_trained_in_between() -> None:
         w -= 0.1 * sum(found)
 
 
+def test_a_block_in_the_function_does_not_split_batches() -> None:
+    """The end of an inner block must not drop the leaf that the instances share."""
+
+    def batches(helper: Callable[[Tensor], Tensor]) -> int:
+        def with_helper(x: Tensor, w: Tensor) -> Tensor:
+            return helper(x @ w).square().sum()
+
+        with ab.batch(adaptive=False) as scope:
+            found = [grad(with_helper, argnums=1)(x, W) for x in rows(8)]
+        expected = [grad(energy, argnums=1)(x, W) for x in rows(8)]
+        torch.testing.assert_close(found, expected)
+        return sum(row.batches for row in scope.report().signatures)
+
+    assert batches(ab.batch()(torch.tanh)) == batches(torch.tanh)
+
+
 def test_under_inference_mode() -> None:
     """In inference mode autograd records nothing, but functorch does."""
     x = torch.randn(4)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -253,7 +253,4 @@ def assert_deferred(report: ab.Report, batches: int | None = None) -> None:
 
 def line() -> int:
     """Returns the line number of the caller."""
-    frame = inspect.currentframe()
-    assert frame is not None
-    assert frame.f_back is not None
-    return frame.f_back.f_lineno
+    return sys._getframe(1).f_lineno

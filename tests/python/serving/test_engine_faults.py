@@ -20,6 +20,10 @@ import torch
 import torch_autobatch as ab
 from serving import TreeNet, Walker, assert_same, expected, forever, tree
 from torch import Tensor, nn
+from torch_autobatch._engine_loop import Loop, Options
+from torch_autobatch._engine_request import _TOLD, Request
+from torch_autobatch._engine_watch import Watchdog
+from torch_autobatch._log import logger
 
 
 def test_exception_of_one() -> None:
@@ -152,6 +156,27 @@ def test_cancel_of_a_task() -> None:
             if engine.stats()["cancelled"] == 1:
                 break
             time.sleep(0.05)
+        assert engine.stats()["cancelled"] == 1
+
+
+def test_cancel_of_a_task_that_waits_for_an_item() -> None:
+    def items(ends: bool) -> Iterator[Any]:
+        yield 1 if ends else forever(torch.ones(3))
+
+    async def read(engine: ab.Engine[Any]) -> None:
+        async for _ in engine.stream(False):
+            pass
+
+    async def main(engine: ab.Engine[Any]) -> None:
+        task = asyncio.create_task(read(engine))
+        await asyncio.sleep(0)  # the task now waits for the first item
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    with ab.Engine(items) as engine:
+        asyncio.run(main(engine))
+        assert engine.submit(True).result(10) == [1]
         assert engine.stats()["cancelled"] == 1
 
 
@@ -289,6 +314,69 @@ def test_watchdog_names_what_blocks(caplog: pytest.LogCaptureFixture) -> None:
     assert "release.wait(30)" in text
 
 
+class Warned(logging.Handler):
+    """Sets an event at the first record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.event.set()
+
+
+def test_watchdog_sees_the_first_request() -> None:
+    """The request blocks the thread before the thread has waited for news once."""
+    release, warned = threading.Event(), Warned()
+    options = Options(
+        max_live=1, max_queue=1, max_delay=0, grad=False, granularity="auto", slice_time=0.001
+    )
+    loop = Loop(lambda: release.wait(30), False, options)
+    loop.queue.put(Request((), None, 0, 1, None))
+    loop.closing = True  # the thread ends after the request
+    thread = threading.Thread(target=loop.run, name="first", daemon=True)
+    logger.addHandler(warned)
+    thread.start()
+    watchdog = Watchdog(loop, thread, 0.05)
+    try:
+        assert warned.event.wait(10)
+    finally:
+        release.set()
+        watchdog.stop()
+        thread.join(10)
+        logger.removeHandler(warned)
+
+
+def test_watchdog_ends_with_the_thread() -> None:
+    engine = ab.Engine(lambda x: x, watchdog=0.05)
+    engine.shutdown(wait=False)
+    watchdog = engine._watchdog
+    assert watchdog is not None
+    watchdog._thread.join(10)
+    assert not watchdog._thread.is_alive()
+
+
+def test_stream_that_is_collected_under_the_lock() -> None:
+    """Python may collect garbage, such as a stream, in the middle of ``submit``."""
+
+    def count() -> Iterator[int]:
+        yield from itertools.count()
+
+    engine = ab.Engine(count)
+    streams = [engine.stream(buffer=1)]
+    collected = threading.Event()
+
+    def collect() -> None:
+        with engine._loop.lock:
+            streams.clear()
+        collected.set()
+
+    threading.Thread(target=collect, daemon=True).start()
+    assert collected.wait(10)
+    engine.shutdown()
+    assert engine.stats()["cancelled"] == 1
+
+
 def test_nothing_of_a_request_stays() -> None:
     model = TreeNet().eval()
     with ab.Engine(model) as engine:
@@ -298,6 +386,14 @@ def test_nothing_of_a_request_stays() -> None:
         del result
         gc.collect()
         assert kept() is None
+
+
+def test_no_callbacks_stay() -> None:
+    """A request may end before ``submit`` returns."""
+    with ab.Engine(lambda x: x) as engine:
+        for i in range(1000):
+            engine.submit(i)
+    assert not _TOLD._done_callbacks  # type: ignore[attr-defined]
 
 
 def test_fork() -> None:

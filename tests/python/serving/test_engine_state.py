@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -61,6 +62,74 @@ def test_update_that_does_not_fit() -> None:
         with pytest.raises(RuntimeError, match="size mismatch"):
             engine.update({"weight": torch.ones(2, 2)}, strict=False).result(10)
         assert_same(engine.submit(torch.ones(3)).result(10), expected(model, torch.ones(3)))
+
+
+def test_update_waits_for_a_reader_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream whose reader takes nothing holds up the update. The thread sleeps meanwhile."""
+    model = nn.Linear(3, 3).eval()
+
+    def states(x: Tensor) -> Iterator[Tensor]:
+        for _ in range(3):
+            x = model(x)
+            yield x
+
+    x = torch.ones(3)
+    with ab.Engine(states) as engine, engine.stream(x, buffer=1) as stream:
+        loop, slept = engine._loop, threading.Event()
+        wait = loop.news.wait
+
+        def note(timeout: float | None) -> bool:
+            if loop.between:
+                slept.set()
+            return wait(timeout)
+
+        monkeypatch.setattr(loop.news, "wait", note)
+        old = expected(lambda: list(states(x)))
+        items = [next(stream)]
+        updated = engine.update(scaled(model, 2))
+        after = engine.submit(x)
+        assert slept.wait(10)
+        assert not updated.done()
+        items += stream
+        updated.result(10)
+        assert_same(items, old)
+        assert_same(after.result(10), expected(lambda: list(states(x))))
+
+
+def test_update_that_is_cancelled() -> None:
+    model = Chain().eval()
+    with ab.Engine(model) as engine:
+        running = engine.submit(torch.ones(4), True)
+        assert model.half_way.wait(10)
+        updated = engine.update(scaled(model, 2))
+        assert updated.cancel()
+        model.go_on.set()
+        running.result(10)
+        engine.between(lambda: None).result(10)
+        old = expected(model, torch.ones(4))
+        assert_same(engine.submit(torch.ones(4)).result(10), old)
+        assert_same(running.result(10), old)
+
+
+def test_update_of_an_engine_that_fails() -> None:
+    """An error of the thread itself ends all futures."""
+    model = Chain().eval()
+    engine = ab.Engine(model)
+    running = engine.submit(torch.ones(4), True)
+    assert model.half_way.wait(10)
+    updated = engine.update(scaled(model, 2))
+
+    def fail() -> None:
+        raise MemoryError("no memory")
+
+    engine._loop.post(fail)
+    model.go_on.set()
+    for future in (running, updated):
+        with pytest.raises(MemoryError, match="no memory"):
+            future.result(10)
+    with pytest.raises(RuntimeError, match="was shut down"):
+        engine.between(lambda: None)
+    engine.shutdown()
 
 
 def test_update_needs_to_know_the_module() -> None:
