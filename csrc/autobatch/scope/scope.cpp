@@ -425,8 +425,8 @@ void Scope::relieve() {
   CellTrace::note_read("max_pending reached");
   const FlushMark mark;
   settle_all(*this);
-  relieve_graph(*graph_, flush_options("max_pending reached"));
-  apply_updates(*this);
+  const FlushOptions options = flush_options("max_pending reached");
+  run_and_update(*this, [&] { relieve_graph(*graph_, options); });
 }
 
 bool Scope::run_slice(std::chrono::nanoseconds bound) {
