@@ -114,7 +114,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // pending. Returns false if no node was ready. Raises errors as `flush` does.
   bool run_slice(std::chrono::nanoseconds bound);
   // Whether the tensor's value is computed, although the tensor is still pending.
-  bool is_computed(const PendingTensor& tensor) const;
+  AUTOBATCH_INTERNAL bool is_computed(const PendingTensor& tensor) const;
   // Whether the tensor is pending and can be created without a flush: the result of a factory
   // (zeros, full) or the copy of a number.
   bool is_constant(const at::Tensor& tensor) const;
