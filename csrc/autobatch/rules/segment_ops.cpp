@@ -231,7 +231,7 @@ Tensor rolled(const Tensor& rows, const Segments& s, int64_t shift) {
     for (int64_t r = 0; r < c; ++r) *at++ = start + ((r - shift) % c + c) % c;
     start += c;
   }
-  return rows.index_select(0, order.to(rows.device()));
+  return rows.index_select(0, to_device(order, rows.device()));
 }
 
 int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
