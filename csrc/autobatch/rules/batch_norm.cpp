@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 
 #include <optional>
-#include <vector>
 
 namespace autobatch {
 namespace {

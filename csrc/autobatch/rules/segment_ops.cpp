@@ -394,8 +394,7 @@ class SegmentRule final : public Rule {
   }
 
   // Returns the range of dimensions of the call, or nothing if the dimensions are not adjacent.
-  template <class List>
-  std::optional<Range> range_of(const List& arguments, int64_t rank) const {
+  std::optional<Range> range_of(at::ArrayRef<c10::IValue> arguments, int64_t rank) const {
     std::vector<int64_t> dims;
     if (entry_.dims >= 0) {
       const c10::IValue& given = arguments[static_cast<size_t>(entry_.dims)];

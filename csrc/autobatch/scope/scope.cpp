@@ -231,9 +231,7 @@ bool Scope::is_computed(const PendingTensor& tensor) const {
 const void* Scope::element_of(const PendingTensor& tensor) {
   const Lock lock(*this);
   if (!is_computed(tensor)) return nullptr;
-  const Region region = graph_->open_record()->store.region(graph_->tape(), tensor.value());
-  const auto bytes = region.offset * static_cast<int64_t>(region.buffer->element_size());
-  return static_cast<const char*>(region.buffer->const_data_ptr()) + bytes;
+  return graph_->open_record()->store.region(graph_->tape(), tensor.value()).address();
 }
 
 // Returns a text that says why the running fiber cannot wait for other fibers. The text is part of
