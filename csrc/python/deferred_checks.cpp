@@ -1,7 +1,6 @@
 #include "python/deferred_checks.h"
 
 #include "autobatch/capture/capture.h"
-#include "autobatch/fibers/fibers.h"
 #include "python/call_site.h"
 #include "python/fastpath/code_cache.h"
 #include "python/fibers/fibers.h"

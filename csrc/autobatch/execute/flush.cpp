@@ -23,14 +23,9 @@
 #include "autobatch/rules/rule.h"
 #include "autobatch/subgraph/subgraph.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
-#include <sstream>
 
 namespace autobatch {
 namespace {

@@ -23,13 +23,13 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 namespace autobatch {
 namespace {
