@@ -3,7 +3,6 @@
 #include "autobatch/capture/capture.h"
 #include "autobatch/capture/shape_inference.h"
 #include "autobatch/cells/cell_template.h"
-#include "autobatch/common/compat.h"
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/pending_tensor.h"

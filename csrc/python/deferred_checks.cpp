@@ -1,7 +1,6 @@
 #include "python/deferred_checks.h"
 
 #include "autobatch/capture/capture.h"
-#include "autobatch/fibers/fibers.h"
 #include "python/call_site.h"
 #include "python/fastpath/code_cache.h"
 #include "python/fibers/fibers.h"
@@ -316,13 +315,6 @@ std::optional<Statement> statement_of(Frame frame, Method method) {
   return statement;
 }
 
-// Whether the tensor's value is already computed, so that a read starts no flush.
-bool is_known(const PendingTensor& tensor) {
-  const Graph& graph = *tensor.graph();
-  const Value& value = graph.value(tensor.value());
-  return !value.is_graph_input() && graph.is_computed(value.node);
-}
-
 // Records a deferred check, and returns the truth value for which the statement does not fail.
 // Returns nothing if the value must be read immediately.
 std::optional<bool> answer(PyObject* self, Method method) {
@@ -331,7 +323,8 @@ std::optional<bool> answer(PyObject* self, Method method) {
   const PendingTensor* pending = as_pending(tensor);
   Scope* scope = pending == nullptr ? nullptr : capturing_scope();
   if (scope == nullptr || scope->checks().which() == DeferredChecks::Which::kNone ||
-      pending->graph() != &scope->graph() || pending->numel() != 1 || is_known(*pending)) {
+      pending->graph() != &scope->graph() || pending->numel() != 1 ||
+      scope->is_computed(*pending)) {  // a read starts no flush
     return {};
   }
   const Frame frame = running_frame();

@@ -258,8 +258,7 @@ PYBIND11_MODULE(_C, m) {
   autobatch::bind_gradients(m.ptr());
   autobatch::bind_captured_functions(m.ptr());
   autobatch::watch_collector();
-  autobatch::set_place_provider(autobatch::python_place);
-  autobatch::set_caller_provider(autobatch::python_caller);
-  autobatch::set_host_hooks({is_interruption, add_note, wait_without_gil, hold_gil,
-                             is_compiler_imported, autobatch::may_catch});
+  autobatch::set_host_hooks({autobatch::python_place, autobatch::python_caller, is_interruption,
+                             add_note, wait_without_gil, hold_gil, is_compiler_imported,
+                             autobatch::may_catch});
 }

@@ -33,7 +33,7 @@ class Experts(nn.Module):
 
 
 class Ragged(nn.Module):
-    """Segments of any length: sums, maxima, softmax, attention and a loss over rows."""
+    """Segments of any length: sums, maxima, softmax, rearranged rows, attention and a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Ragged(nn.Module):
         scores = self.out(torch.cat([states.max(0).values, states.mean(0)]).view(2, 8).sum(0))
         weights = states.sum(1).softmax(0)
         loss = nn.functional.cross_entropy(scores[None], label)
-        return loss + (weights[:, None] * states).sum()
+        return loss + (weights[:, None] * states.roll(1, 0) * states.flip(0)).sum()
 
 
 def ragged() -> tuple[nn.Module, list[Any]]:

@@ -116,6 +116,11 @@ def read_in_try(x: Tensor, y: Tensor) -> float:
         return -1.0
 
 
+def refused(wrong: Tensor) -> None:
+    if wrong:
+        raise InvalidError("refused")
+
+
 def overwritten(x: Tensor) -> Tensor:
     ok = (x > 0).all()
     if not ok:

@@ -8,7 +8,6 @@
 #include "autobatch/kernels/region_kinds.h"
 #include "autobatch/rules/rule.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>

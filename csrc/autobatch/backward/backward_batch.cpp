@@ -78,22 +78,10 @@ RegionRows BackwardBatch::located_gradients(size_t k) {
   return located(even, step, [&](int64_t m) { return grad_region(m, k); });
 }
 
-at::Tensor BackwardBatch::stacked_of(const RegionRows& located) {
-  if (located.layout().regular) return regular_view(located);
-  at::DimVector sizes{located.count()};
-  const auto& each = located.first().geometry->sizes;
-  sizes.append(each.begin(), each.end());
-  return dense_view(flat_of(located), sizes, 0);
-}
-
 at::Tensor BackwardBatch::rows_of(const RegionRows& located, int64_t width) {
   if (located.layout().consecutive) return consecutive_rows(located, width);
-  const at::Tensor all = gather(located);
+  const at::Tensor all = gathered_copy(located);
   return rows_view(all, all.numel(), width, 0);
-}
-
-at::Tensor BackwardBatch::flat_of(const RegionRows& located) {
-  return located.layout().consecutive ? consecutive_view(located) : gather(located);
 }
 
 bool BackwardBatch::shared(size_t slot) {
@@ -111,18 +99,13 @@ bool BackwardBatch::shared(size_t slot) {
   return true;
 }
 
-void BackwardBatch::check_unwritten() const {
+void BackwardBatch::check_unwritten(std::optional<size_t> slot) const {
   if (accumulator_.enclosing() != nullptr) return accumulator_.enclosing()->check_unwritten();
   const Written* written = accumulator_.task().written.get();
   if (written == nullptr) return;
-  for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m]);
-}
-
-void BackwardBatch::check_unwritten(size_t slot) const {
-  if (accumulator_.enclosing() != nullptr) return accumulator_.enclosing()->check_unwritten();
-  const Written* written = accumulator_.task().written.get();
-  if (written == nullptr) return;
-  for (int64_t m = 0; m < size(); ++m) written->check_unwritten(members_[m], slot);
+  for (int64_t m = 0; m < size(); ++m) {
+    slot ? written->check_unwritten(members_[m], *slot) : written->check_unwritten(members_[m]);
+  }
 }
 
 bool BackwardBatch::needs(size_t slot) {
@@ -217,25 +200,18 @@ void BackwardBatch::add(size_t slot, const at::Tensor& gradient) {
     first.fresh ? there.copy_(values) : there.add_(values);
   };
   if (all && size() > 1 && to.layout().same && !g.overlapping) {
-    at::DimVector sizes{size()};
-    sizes.append(g.sizes.begin(), g.sizes.end());
-    return put(region_view(first), gradient.reshape(sizes).sum(0));
+    return put(region_view(first), gradient.reshape(stacked_sizes(size(), g.sizes)).sum(0));
   }
   for (const Region& region : to.listed()) all = all && region.fresh == first.fresh;
   if (all) {
     const Layout& layout = to.layout();
-    const bool disjoint = layout.step >= g.extent && !g.overlapping;  // members share no memory
     if (layout.consecutive && (size() == 1 || layout.numel > 0) && !g.overlapping) {
       put(consecutive_view(to), gradient.reshape({-1}));
       return;
     }
-    // If the operands are chunks of a wider result, and each chunk has one row, the chunks
-    // alternate in memory but do not overlap.
-    const bool interleaved = g.contiguous && layout.step >= g.numel;
-    if (layout.regular && !layout.same && (disjoint || interleaved)) {
-      at::DimVector sizes{size()};
-      sizes.append(g.sizes.begin(), g.sizes.end());
-      put(regular_view(to), gradient.reshape(sizes));
+    const bool disjoint = layout.step >= g.extent && !g.overlapping;  // members share no memory
+    if (layout.regular && !layout.same && disjoint) {
+      put(regular_view(to), gradient.reshape(stacked_sizes(size(), g.sizes)));
       return;
     }
   }
@@ -275,9 +251,7 @@ at::Tensor BackwardBatch::fresh_side_by_side(size_t slot) {
   }
   const at::Tensor run = fresh_run(slot);
   if (!run.defined()) return {};
-  at::DimVector sizes{size()};
-  sizes.append(geometry->sizes.begin(), geometry->sizes.end());
-  return run.view(sizes);
+  return run.view(stacked_sizes(size(), geometry->sizes));
 }
 
 // Like `fresh`, but outside of a subgraph and for members of any sizes. Returns a 1-D tensor.

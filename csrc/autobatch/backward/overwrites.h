@@ -20,7 +20,6 @@
 #include "autobatch/graph/storage_aliases.h"
 
 #include <memory>
-#include <optional>
 #include <unordered_map>
 #include <vector>
 

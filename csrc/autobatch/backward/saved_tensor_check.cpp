@@ -111,17 +111,22 @@ uint64_t what_eager_saves(const Tape& tape, const Node& node) {
 }
 
 // Like what_eager_saves, but caches the result for each signature and set of operands that require
-// grad.
+// grad. Several threads may run backward at the same time.
 uint64_t eager_saves(const Tape& tape, const Node& node) {
   uint64_t differentiable = 0;
   for (uint32_t s = 0; s < std::min<uint32_t>(node.num_operands, 64); ++s) {
     const ValueId id = tape.operands[node.first_operand + s];
     if (id != kNone && tape.values[id].requires_grad) differentiable |= uint64_t{1} << s;
   }
+  static std::mutex mutex;
   auto& known = node.signature->saved;
-  const auto found = known.find(differentiable);
-  if (found != known.end()) return found->second;
-  return known[differentiable] = what_eager_saves(tape, node);
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (const auto found = known.find(differentiable); found != known.end()) return found->second;
+  }
+  const uint64_t saved = what_eager_saves(tape, node);  // may run Python code, so without the lock
+  const std::lock_guard<std::mutex> lock(mutex);
+  return known.emplace(differentiable, saved).first->second;
 }
 
 // Whether the in-place op `node` writes to the memory of its operand.

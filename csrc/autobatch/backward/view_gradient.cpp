@@ -89,7 +89,10 @@ at::Tensor from_memory_order(const at::Tensor& tensor, const Geometry& g) {
 std::optional<at::Tensor> gradient_behind_view(const Value& view, const Value& whole,
                                                const at::Tensor& gradient) {
   if (view.geometry == whole.geometry && view.offset == whole.offset) return gradient;
+  // Captured ops add values to the graph, after which `view` and `whole` may be dangling
+  // references.
   const Geometry &from = *view.geometry, &to = *whole.geometry;
+  const int64_t offset = view.offset - whole.offset;
   if (to.overlapping || to.numel != to.extent || from.numel == 0) return std::nullopt;
   if (from.numel == to.numel && from.contiguous && to.contiguous)
     return in_shape(gradient, to.sizes);
@@ -108,7 +111,7 @@ std::optional<at::Tensor> gradient_behind_view(const Value& view, const Value& w
   for (size_t d = 1; d < sizes.size(); ++d) {
     if (strides[d - 1] < strides[d] * sizes[d]) return std::nullopt;
   }
-  const auto box = box_of(sizes, strides, view.offset - whole.offset, to.numel);
+  const auto box = box_of(sizes, strides, offset, to.numel);
   if (!box.has_value()) return std::nullopt;
   if (!is_identity(order)) result = at::permute(result, order);
   result = in_shape(result, box->sizes);

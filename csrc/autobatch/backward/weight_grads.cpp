@@ -105,16 +105,6 @@ std::vector<WeightGradTerm> merged(std::vector<WeightGradTerm> products) {
   return few;
 }
 
-// Returns the gradient buffer of `weight` if the weight is a whole graph input, and if the result
-// of a product can become the buffer because no gradient was added before. Returns null otherwise.
-at::Tensor* untouched_weight(const FlushRecord& record, BackwardTask& task, ValueId weight) {
-  const Value& value = record.tape.values[weight];
-  if (!value.is_graph_input() || value.parent != kNone || !value.geometry->contiguous)
-    return nullptr;
-  at::Tensor& buffer = task.graph_input_grads[value.index];
-  return buffer.defined() ? nullptr : &buffer;
-}
-
 }  // namespace
 
 void add_to(const Region& region, const WeightGradTerm& p) {
@@ -138,14 +128,15 @@ namespace {
 void run_products_of(FlushRecord& record, BackwardTask& task, ValueId weight,
                      std::vector<WeightGradTerm> products) {
   std::vector<WeightGradTerm> few = merged(std::move(products));
-  if (at::Tensor* buffer = untouched_weight(record, task, weight)) {
+  GradAccumulator accumulator(record, task, 0);
+  // The result of a product can become the gradient of a whole graph input.
+  if (at::Tensor* buffer = accumulator.untouched_graph_input(weight)) {
     const WeightGradTerm& first = few.back();
     *buffer = first.right.defined() ? multiply_transposed(first.left, first.right).view({-1})
                                     : first.left.sum(0).view({-1});
     few.pop_back();
   }
   if (few.empty()) return;
-  GradAccumulator accumulator(record, task, 0);
   const Region target = accumulator.target_behind(weight);
   for (const WeightGradTerm& p : few) add_to(target, p);
 }

@@ -9,8 +9,6 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include <optional>
-
 namespace autobatch {
 namespace {
 

@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <unordered_map>
-#include <utility>
 
 namespace autobatch {
 

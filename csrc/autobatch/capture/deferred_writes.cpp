@@ -17,7 +17,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <numeric>
 
 namespace autobatch {
 namespace {

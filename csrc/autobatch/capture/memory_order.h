@@ -21,12 +21,10 @@
 
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace autobatch {
 
-class Fiber;
 class FiberPool;
 class Scope;
 

@@ -8,8 +8,6 @@
 // and backward drops it.
 #pragma once
 
-#include "autobatch/graph/op_registry.h"
-
 #include <ATen/core/ivalue.h>
 
 namespace autobatch {

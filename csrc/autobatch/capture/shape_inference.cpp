@@ -6,7 +6,6 @@
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/rules/generic.h"
-#include "autobatch/scope/scope.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/arange.h>
@@ -94,7 +93,7 @@ c10::IValue stand_in(const c10::IValue& value, Filling filling) {
     return out;
   }
   if (value.isList() && value.toListRef().size() > 0 &&
-      value.type()->isSubtypeOf(*c10::ListType::create(c10::OptionalType::ofTensor()))) {
+      value.type()->isSubtypeOf(*c10::ListType::ofOptionalTensors())) {
     c10::List<std::optional<at::Tensor>> out;
     for (const c10::IValue& item : value.toListRef()) {
       std::optional<at::Tensor> index;

@@ -6,8 +6,6 @@
 #include "autobatch/graph/view_ops.h"
 #include "autobatch/rules/rule.h"
 
-#include <ATen/core/stack.h>
-
 namespace autobatch {
 
 // Infers the metadata of the op's results by running eager's own kernels on zeros. If the result

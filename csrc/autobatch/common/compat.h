@@ -65,18 +65,11 @@ auto make_node(Args&&... args) {
 // that this function does not check.
 inline bool is_as_made(const torch::autograd::AutogradMeta& meta) {
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR <= 15
-  const auto grad_dtype_is_as_made = [](const auto& m) {  // members of PyTorch 2.10 and later
-    if constexpr (requires { m.grad_dtype_, m.allow_grad_dtype_mismatch_; }) {
-      return !m.grad_dtype_.has_value() && !m.allow_grad_dtype_mismatch_;
-    } else {
-      return true;
-    }
-  };
   return meta.name_.empty() && !meta.grad_.defined() && meta.grad_fn_ == nullptr &&
          meta.grad_accumulator_.expired() && meta.fw_grad_ == nullptr && meta.hooks_.empty() &&
          meta.cpp_hooks_list_ == nullptr && meta.post_acc_grad_hooks_ == nullptr &&
          !meta.retains_grad_ && !meta.is_view_ && meta.output_nr_ == 0 &&
-         grad_dtype_is_as_made(meta);
+         !meta.grad_dtype_.has_value() && !meta.allow_grad_dtype_mismatch_;
 #else
   (void)meta;
   return false;

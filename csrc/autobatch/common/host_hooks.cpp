@@ -7,30 +7,12 @@ namespace {
 
 thread_local std::string site_of_flush;
 
-std::function<Place()>& place_provider() {
-  static auto* provider = new std::function<Place()>();
-  return *provider;
-}
-
-std::function<std::string()>& caller_provider() {
-  static auto* provider = new std::function<std::string()>();
-  return *provider;
-}
-
 HostHooks& host_hooks() {
   static auto* hooks = new HostHooks();
   return *hooks;
 }
 
 }  // namespace
-
-void set_place_provider(std::function<Place()> provider) { place_provider() = std::move(provider); }
-
-void set_caller_provider(std::function<std::string()> provider) {
-  caller_provider() = std::move(provider);
-}
-
-std::string current_caller() { return caller_provider() ? caller_provider()() : std::string(); }
 
 void set_host_hooks(HostHooks hooks) { host_hooks() = std::move(hooks); }
 
@@ -53,10 +35,12 @@ void host_annotate(const std::exception& error, const std::string& note) {
 
 Place current_place() {
   if (!site_of_flush.empty()) return {site_of_flush};
-  return place_provider() ? place_provider()() : Place();
+  return host_hooks().place ? host_hooks().place() : Place();
 }
 
 std::string current_site() { return current_place().site; }
+
+std::string current_caller() { return host_hooks().caller ? host_hooks().caller() : std::string(); }
 
 SiteGuard::SiteGuard(std::string site) : before_(std::exchange(site_of_flush, std::move(site))) {}
 

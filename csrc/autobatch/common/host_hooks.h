@@ -18,12 +18,8 @@ struct Place {
   std::string site;       // the line, such as "model.py:12"; empty if unknown
   uint64_t position = 0;  // position within the line, as the host encodes it; 0: unknown
 };
-AUTOBATCH_INTERNAL void set_place_provider(std::function<Place()> provider);
 Place current_place();
 AUTOBATCH_INTERNAL std::string current_site();
-// Sets the function that describes the call stack around current_site(). The host chooses the
-// format of the description.
-AUTOBATCH_INTERNAL void set_caller_provider(std::function<std::string()> provider);
 std::string current_caller();
 // While a guard exists, current_site() returns `site`. An empty `site` has no effect.
 class SiteGuard {
@@ -39,6 +35,10 @@ class SiteGuard {
 
 // Functions that depend on the host's language.
 struct HostHooks {
+  // Returns the place in the user's code that is running.
+  std::function<Place()> place;
+  // Describes the call stack around current_site(), in a format that the host chooses.
+  std::function<std::string()> caller;
   // Whether the error must end the flush immediately (Ctrl-C). After other errors the batch runs
   // again with fewer members.
   std::function<bool(const std::exception&)> interrupts;

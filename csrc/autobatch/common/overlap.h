@@ -3,8 +3,6 @@
 
 #include <c10/util/ArrayRef.h>
 
-#include <cstdint>
-
 namespace autobatch {
 
 // Returns true if two elements share memory. Strides count elements, and must not be negative. The

@@ -10,7 +10,6 @@
 
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 namespace autobatch {
 

@@ -23,14 +23,9 @@
 #include "autobatch/rules/rule.h"
 #include "autobatch/subgraph/subgraph.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
-
 #include <algorithm>
 #include <chrono>
 #include <optional>
-#include <sstream>
 
 namespace autobatch {
 namespace {
@@ -388,12 +383,11 @@ void relieve_graph(Graph& graph, const FlushOptions& options) {
     const std::shared_ptr<void> nobody_dies = host_hold();
     graph.settle_orphans();
   }
-  const std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
-  if (options.verifier == nullptr && stays_open(graph, {}, nodes, true) &&
-      !compute_part(graph, {}, nodes, options)) {
-    return;
-  }
-  flush_pending(graph, {}, options);
+  std::vector<NodeId> nodes = graph.choose_ready((graph.num_waiting() + 1) / 2);
+  Failures failures;
+  if (options.verifier == nullptr && leave_open(graph, {}, nodes, options, failures)) return;
+  if (!failures) nodes.clear();  // all pending nodes run
+  close_part(graph, {}, std::move(nodes), options, std::move(failures));
 }
 
 }  // namespace autobatch

@@ -365,12 +365,13 @@ HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
   PooledVector<Value>& values = part.tape.values;
   for (const Split::Export& e : part.exports) {
     Value& value = values[e.value];
-    if (value.tensor != nullptr) exports_.push_back(value.tensor->hold());
-    if (value.tensor == nullptr || exports_.back() == nullptr) {
-      if (value.tensor != nullptr) exports_.pop_back();  // another thread destroys the tensor
-      exports_.push_back(c10::make_intrusive<PendingTensor>(&graph, e.value, value));
-      value.tensor = exports_.back().get();
+    c10::intrusive_ptr<PendingTensor> tensor;
+    if (value.tensor != nullptr) tensor = value.tensor->hold();
+    if (tensor == nullptr) {  // there is no tensor, or another thread destroys it
+      tensor = c10::make_intrusive<PendingTensor>(&graph, e.value, value);
+      value.tensor = tensor.get();
     }
+    exports_.push_back(std::move(tensor));
     if (value.requires_grad) {
       const at::Tensor handle(c10::intrusive_ptr<c10::TensorImpl>(exports_.back()));
       torch::autograd::impl::materialize_autograd_meta(handle)->requires_grad_ = true;
@@ -379,10 +380,12 @@ HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
   function_results_ = hold_function_results(graph, part.tape, computed);
   for (Value& value : values) {
     if (value.tensor == nullptr) continue;
-    tensors_.push_back(value.tensor->hold());
-    if (tensors_.back() != nullptr) continue;
-    tensors_.pop_back();  // another thread destroys the tensor
-    value.tensor = nullptr;
+    auto tensor = value.tensor->hold();
+    if (tensor == nullptr) {  // another thread destroys the tensor
+      value.tensor = nullptr;
+    } else {
+      tensors_.push_back(std::move(tensor));
+    }
   }
 }
 

@@ -6,8 +6,6 @@
 #include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 
-#include <utility>
-
 namespace autobatch {
 namespace {
 

@@ -54,7 +54,6 @@ void add_batch(EagerEstimate& estimate, BatchView& batch) {
   const auto began = Clock::now();
   const Nanoseconds each = time_of_member(estimate, batch);
   estimate.eager += each * batch.size();
-  estimate.nodes += static_cast<uint64_t>(batch.size());
   estimate.sampling += Clock::now() - began;
 }
 

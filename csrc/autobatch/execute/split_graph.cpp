@@ -6,10 +6,6 @@
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/shared_memory.h"
 #include "autobatch/graph/signature.h"
-#include "autobatch/kernels/gather.h"
-
-#include <ATen/ops/empty_strided.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <set>
@@ -87,7 +83,7 @@ class Splitter {
       values_.push_back(id);
       const Value& value = tape_.values[id];
       if (value.parent != kNone && value.is_graph_input() && value.tensor != nullptr) {
-        is_target_.insert(id);
+        note_target(id);
       }
       id = value.parent;
     }
@@ -95,15 +91,18 @@ class Splitter {
 
   void add_target(ValueId id) {
     add(id);
-    if (tape_.values[id].is_graph_input()) is_target_.insert(id);
+    if (tape_.values[id].is_graph_input()) note_target(id);
+  }
+
+  void note_target(ValueId id) {
+    is_target_.insert(id);
+    target_bases_.insert(tape_.values[id].base);
   }
 
   // Visits the graph inputs that targets are views of, and all views of these graph inputs.
   template <class Function>
   void for_each_graph_input_view(const Function& function) const {
-    std::set<ValueId> bases;
-    for (ValueId id : is_target_) bases.insert(tape_.values[id].base);
-    for (ValueId base : bases) {
+    for (ValueId base : target_bases_) {
       for (ValueId id = base; id != kNone; id = tape_.values[id].next_view) function(id);
     }
   }
@@ -209,9 +208,8 @@ class Splitter {
       const Node& node = tape_.nodes[id];
       for (uint32_t k = 0; k < node.num_values; ++k) find_reads(node.first_value + k);
     }
-    std::set<ValueId> bases;
+    for (ValueId base : target_bases_) find_reads(base);
     for_each_graph_input_view([&](ValueId id) {
-      if (bases.insert(tape_.values[id].base).second) find_reads(tape_.values[id].base);
       if (tape_.values[id].tensor != nullptr && !is_made_by_part(id)) move(id);
     });
     std::sort(moved_.begin(), moved_.end());
@@ -285,8 +283,7 @@ class Splitter {
   Value place_in_rest(ValueId id) {
     const ValueId root = root_.at(id);
     Value value = tape_.values[id];
-    const bool stays_tensor = !is_made_by_part(id);
-    if (!stays_tensor) value.tensor = nullptr;
+    if (is_made_by_part(id)) value.tensor = nullptr;
     place_in_export(value, id, root);
     value.node = kNone;
     value.base = root;
@@ -336,7 +333,7 @@ class Splitter {
     }
     std::vector<std::pair<ValueId, std::vector<uint32_t>>> uses;  // the uses of each base
     for (ValueId base : reads_of_) uses.emplace_back(base, uses_of(base));
-    for_each_graph_input_base([&](ValueId base) { take_out_of_chain(base); });
+    for (ValueId base : target_bases_) take_out_of_chain(base);
     for (size_t i = 0; i < moved_.size(); ++i) {
       const ValueId id = moved_[i];
       Value& value = tape_.values[id];
@@ -350,13 +347,6 @@ class Splitter {
       tape_.values[base].uses = kNone;
       for (uint32_t use : list) hang_on(use);
     }
-  }
-
-  template <class Function>
-  void for_each_graph_input_base(const Function& function) const {
-    std::set<ValueId> bases;
-    for (ValueId id : is_target_) bases.insert(tape_.values[id].base);
-    for (ValueId base : bases) function(base);
   }
 
   // Returns the reads of `base` by waiting nodes, in capture order.
@@ -457,6 +447,7 @@ class Splitter {
   std::vector<ValueId> values_;  // the values of the part, sorted
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
+  std::set<ValueId> target_bases_;         // the graph inputs that targets are views of
   std::vector<ValueId> moved_;             // values that become (views of) graph inputs of the rest
   ska::flat_hash_map<ValueId, ValueId> root_;  // for each moved value: its graph input in the rest
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads

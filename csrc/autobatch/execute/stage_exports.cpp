@@ -1,8 +1,7 @@
 // Fills graph inputs of a graph after a part of the graph was split off and computed. The rest of
 // the graph reads the values of the part through these graph inputs.
-#include "autobatch/backward/backward.h"
 #include "autobatch/graph/pending_tensor.h"
-#include "autobatch/kernels/gather.h"
+#include "autobatch/graph/tensor_views.h"
 
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/variable.h>

@@ -23,7 +23,6 @@
 #include <chrono>
 #include <cstddef>
 #include <exception>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>

@@ -5,7 +5,6 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/DefaultDtype.h>
-#include <c10/core/GradMode.h>
 
 namespace autobatch {
 namespace {

@@ -3,7 +3,6 @@
 // context is restored, regardless of the code that triggered the flush.
 #pragma once
 
-#include <ATen/ThreadLocalState.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/ScalarType.h>
 

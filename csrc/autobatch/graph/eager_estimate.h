@@ -15,7 +15,6 @@ struct EagerEstimate {
 
   Nanoseconds eager{0};
   Nanoseconds sampling{0};                        // time spent on making the estimate
-  uint64_t nodes = 0;                             // number of nodes that the estimate covers
   ska::flat_hash_map<uint64_t, Nanoseconds> ops;  // time of one op, by Signature::serial
 };
 

@@ -91,7 +91,7 @@ void keep_what_is_read(Graph& graph, const at::Tensor& tensor) {
 }
 
 bool is_as_copied(const at::Tensor& tensor, const at::Tensor& copy) {
-  if (tensor.sizes() != copy.sizes()) return false;
+  if (tensor.sizes() != copy.sizes() || tensor.scalar_type() != copy.scalar_type()) return false;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const at::NoGradGuard no_grad;
   at::Tensor now = tensor.detach();

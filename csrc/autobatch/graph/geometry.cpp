@@ -2,6 +2,8 @@
 #include "autobatch/common/overlap.h"
 #include "autobatch/graph/graph.h"
 
+#include <c10/util/strides.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -19,18 +21,6 @@ uint64_t hash_geometry(at::IntArrayRef sizes, at::IntArrayRef strides) {
   for (int64_t size : sizes) hash = hash_combine(hash, static_cast<uint64_t>(size));
   for (int64_t stride : strides) hash = hash_combine(hash, static_cast<uint64_t>(stride));
   return hash;
-}
-
-using Strides = c10::SmallVector<int64_t, 6>;
-
-Strides row_major_strides(at::IntArrayRef sizes) {
-  Strides strides(sizes.size());
-  int64_t step = 1;
-  for (size_t d = sizes.size(); d-- > 0;) {
-    strides[d] = step;
-    step *= std::max<int64_t>(sizes[d], 1);
-  }
-  return strides;
 }
 
 // Computes the members that follow from sizes and strides, except `canonical`. Returns whether the
@@ -108,14 +98,14 @@ const Geometry* GeometryTable::intern(at::IntArrayRef sizes, at::IntArrayRef str
   g.next = first;
   index_[hash] = &g;
   const bool row_major = describe(g);
-  const Strides dense = row_major_strides(sizes);
+  const at::DimVector dense = c10::contiguous_strides(sizes);
   const bool is_dense = at::IntArrayRef(dense) == strides;
   g.canonical = row_major && !is_dense ? intern(g.sizes, dense) : &g;
   return &g;
 }
 
 const Geometry* GeometryTable::intern_contiguous(at::IntArrayRef sizes) {
-  const Strides strides = row_major_strides(sizes);
+  const at::DimVector strides = c10::contiguous_strides(sizes);
   return intern(sizes, strides);
 }
 

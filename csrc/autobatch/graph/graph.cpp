@@ -1,7 +1,6 @@
 #include "autobatch/graph/graph.h"
 
 #include "autobatch/graph/flush_progress.h"
-#include "autobatch/graph/foreign_memory.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/signature.h"

@@ -29,6 +29,14 @@ bool wants_gradient(const at::Tensor& tensor) {
   return meta != nullptr && (meta->requires_grad_ || meta->requires_grad());
 }
 
+// Whether the tensor has the geometry and the dtype that it had when it was captured. After
+// `x.data = x.data.t()` it has another geometry, but the same address.
+bool is_laid_out_like(const at::Tensor& tensor, const at::Tensor& data) {
+  const c10::TensorImpl &now = *tensor.unsafeGetTensorImpl(), &then = *data.unsafeGetTensorImpl();
+  return now.sizes() == then.sizes() && now.strides() == then.strides() &&
+         now.dtype() == then.dtype();
+}
+
 // Whether the content that was captured is still in the tensor's memory, and no foreign code may
 // change it.
 bool still_holds(const GraphInput& input) {
@@ -40,7 +48,7 @@ bool still_holds(const GraphInput& input) {
   if (input.is_copy) return is_as_copied(tensor, input.data);
   // If the memory of a graph input is given away before pending ops have read it, the graph input
   // becomes a copy (foreign_memory.h).
-  return address_of(tensor) == address_of(input.data) &&
+  return address_of(tensor) == address_of(input.data) && is_laid_out_like(tensor, input.data) &&
          (wants_gradient(tensor) || !has_host_memory(tensor.device()) || !is_given_away(tensor));
 }
 

@@ -201,10 +201,7 @@ std::string full_name(const c10::OperatorHandle& op) {
 
 template <class Table>
 bool lists(const Table& table, std::string_view name) {
-  for (std::string_view entry : table) {
-    if (entry == name) return true;
-  }
-  return false;
+  return std::ranges::find(table, name) != std::end(table);
 }
 
 bool is_tensor_type(const c10::TypePtr& type) {

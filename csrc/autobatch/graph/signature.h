@@ -91,8 +91,6 @@ enum WordMark : uint64_t {
   kComplexWord,
   kStringWord,
   kIntListWord,
-  kDoubleListWord,
-  kBoolListWord,
   kListWord,
   kDeviceWord
 };

@@ -45,4 +45,10 @@ at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int
   return dense_view(buffer, {width == 0 ? 0 : numel / width, width}, offset);
 }
 
+at::DimVector stacked_sizes(int64_t n, at::IntArrayRef each) {
+  at::DimVector sizes{n};
+  sizes.append(each.begin(), each.end());
+  return sizes;
+}
+
 }  // namespace autobatch

@@ -1,6 +1,7 @@
 // Tensors over existing memory, made without the dispatcher.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 namespace autobatch {
@@ -20,5 +21,8 @@ at::Tensor strided_view(const at::Tensor& buffer, at::IntArrayRef sizes, at::Int
 // elements.
 at::Tensor dense_view(const at::Tensor& buffer, at::IntArrayRef sizes, int64_t offset);
 at::Tensor rows_view(const at::Tensor& buffer, int64_t numel, int64_t width, int64_t offset);
+
+// Returns the sizes [n, *each] of `n` stacked tensors.
+at::DimVector stacked_sizes(int64_t n, at::IntArrayRef each);
 
 }  // namespace autobatch

@@ -3,7 +3,6 @@
 #include "autobatch/common/overlap.h"
 
 #include <ATen/ExpandUtils.h>
-#include <ATen/InferSize.h>
 #include <ATen/TensorUtils.h>
 
 #include <algorithm>
@@ -42,6 +41,11 @@ ViewGeometry narrowed(const ViewGeometry& from, int64_t dim, int64_t start, int6
   return g;
 }
 
+void drop_dim(ViewGeometry& g, int64_t dim) {
+  g.sizes.erase(g.sizes.begin() + dim);
+  g.strides.erase(g.strides.begin() + dim);
+}
+
 void select(Arguments arguments, ViewResult& result) {
   ViewGeometry g = self(arguments);
   const int64_t dim = wrap(arguments[1].toInt(), static_cast<int64_t>(g.sizes.size()));
@@ -49,8 +53,7 @@ void select(Arguments arguments, ViewResult& result) {
   const int64_t index = wrap(arguments[2].toInt(), g.sizes[dim]);
   if (index < 0) return;
   g.offset += index * g.strides[dim];
-  g.sizes.erase(g.sizes.begin() + dim);
-  g.strides.erase(g.strides.begin() + dim);
+  drop_dim(g, dim);
   give(result, std::move(g));
 }
 
@@ -136,15 +139,9 @@ void unbind(Arguments arguments, ViewResult& result) {
   for (int64_t i = 0; i < g.sizes[dim]; ++i) {
     ViewGeometry view = g;
     view.offset += i * g.strides[dim];
-    view.sizes.erase(view.sizes.begin() + dim);
-    view.strides.erase(view.strides.begin() + dim);
+    drop_dim(view, dim);
     give(result, std::move(view));
   }
-}
-
-void drop_dim(ViewGeometry& g, int64_t dim) {
-  g.sizes.erase(g.sizes.begin() + dim);
-  g.strides.erase(g.strides.begin() + dim);
 }
 
 void squeeze(Arguments arguments, ViewResult& result) {

@@ -1,6 +1,7 @@
 #include "autobatch/kernels/gather.h"
 
 #include "autobatch/common/device_traits.h"
+#include "autobatch/common/pool.h"
 #include "autobatch/common/prefetch.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/gather_device.h"
@@ -9,10 +10,7 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/as_strided.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <cstring>
@@ -28,11 +26,6 @@ namespace {
 
 // For fewer bytes than this, a second thread costs more time than it saves.
 constexpr int64_t kGrainBytes = 1 << 17;
-
-const char* address(const Region& region) {
-  return static_cast<const char*>(region.buffer->const_data_ptr()) +
-         region.offset * static_cast<int64_t>(region.buffer->element_size());
-}
 
 char* mutable_address(const Region& region) {
   return static_cast<char*>(region.buffer->mutable_data_ptr()) +
@@ -83,7 +76,7 @@ void for_each_run(const Runs& runs, const Visit& visit) {
 void copy_region(const Region& region, char* out, int64_t item) {
   const Geometry& g = *region.geometry;
   if (g.numel == 0) return;
-  const char* from = address(region);
+  const char* from = region.address();
   if (g.contiguous) {
     std::memcpy(out, from, static_cast<size_t>(g.numel * item));
     return;
@@ -196,7 +189,7 @@ void copy_between(const Region& from, const Region& to, int64_t item) {
   if (from.geometry->numel == 0) return;
   if (to.geometry->contiguous) return copy_region(from, mutable_address(to), item);
   std::vector<char> buffer;
-  const char* source = address(from);
+  const char* source = from.address();
   if (!from.geometry->contiguous) {
     buffer.resize(static_cast<size_t>(from.geometry->numel * item));
     copy_region(from, buffer.data(), item);
@@ -214,7 +207,7 @@ template <class T>
 void add_between(const Region& from, const Region& to) {
   if (from.geometry->numel == 0) return;
   if (from.geometry->contiguous) {
-    add_region(reinterpret_cast<const T*>(address(from)), to);
+    add_region(reinterpret_cast<const T*>(from.address()), to);
     return;
   }
   std::vector<T> buffer(static_cast<size_t>(from.geometry->numel));
@@ -277,11 +270,10 @@ at::Tensor region_view(const Region& region) {
 at::Tensor regular_view(const RegionRows& located) {
   const Region& first = located.first();
   const Geometry& g = *first.geometry;
-  at::DimVector sizes{located.count()};
   at::DimVector strides{located.layout().step};
-  sizes.append(g.sizes.begin(), g.sizes.end());
   strides.append(g.strides.begin(), g.strides.end());
-  return strided_view(*first.buffer, sizes, strides, first.offset);
+  return strided_view(*first.buffer, stacked_sizes(located.count(), g.sizes), strides,
+                      first.offset);
 }
 
 at::Tensor consecutive_view(const RegionRows& located) {
@@ -292,6 +284,22 @@ at::Tensor consecutive_view(const RegionRows& located) {
 at::Tensor consecutive_rows(const RegionRows& located, int64_t width) {
   const Region& first = located.first();
   return rows_view(*first.buffer, located.layout().numel, width, first.offset);
+}
+
+at::Tensor gathered_copy(const RegionRows& located) {
+  at::Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
+  gather_into(located.all(), out);
+  return out;
+}
+
+at::Tensor flat_of(const RegionRows& located) {
+  return located.layout().consecutive ? consecutive_view(located) : gathered_copy(located);
+}
+
+at::Tensor stacked_of(const RegionRows& located) {
+  if (located.layout().regular) return regular_view(located);
+  const at::DimVector sizes = stacked_sizes(located.count(), located.first().geometry->sizes);
+  return dense_view(flat_of(located), sizes, 0);
 }
 
 void gather_into(const Regions& regions, const at::Tensor& out) {

@@ -23,6 +23,12 @@ struct Region {
   // Whether the memory is uninitialized. If so, the first addition overwrites the memory. On a CPU,
   // a fresh region is contiguous.
   bool fresh = false;
+
+  // Returns the address of the first element.
+  const char* address() const {
+    return static_cast<const char*>(buffer->const_data_ptr()) +
+           offset * static_cast<int64_t>(buffer->element_size());
+  }
 };
 
 using Regions = std::vector<Region>;
@@ -74,6 +80,14 @@ at::Tensor regular_view(const RegionRows& located);
 // memory. The layout must be `consecutive`.
 at::Tensor consecutive_view(const RegionRows& located);
 at::Tensor consecutive_rows(const RegionRows& located, int64_t width);
+
+// Returns the elements of all regions as one 1-D tensor. flat_of() returns a view of the buffer's
+// memory if the layout is `consecutive`, and a copy otherwise.
+at::Tensor gathered_copy(const RegionRows& located);
+at::Tensor flat_of(const RegionRows& located);
+// Returns all regions as one tensor [n, *sizes]. All regions must have the same sizes. The result
+// is a view of the buffer's memory if the layout is `regular`, and a contiguous tensor otherwise.
+at::Tensor stacked_of(const RegionRows& located);
 
 // Copies the regions one after the other, each in row-major order, into `out`. `out` is contiguous
 // and has as many elements as all regions together.

@@ -11,7 +11,6 @@
 #include <c10/util/ArrayRef.h>
 
 #include <cstdint>
-#include <vector>
 
 namespace autobatch {
 

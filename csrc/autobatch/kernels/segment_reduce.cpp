@@ -463,7 +463,7 @@ Tensor reversed_rows(const Tensor& rows, const Counts& counts) {
     for (int64_t r = 0; r < c; ++r) *at++ = start + c - 1 - r;
     start += c;
   }
-  return rows.index_select(0, order.to(rows.device()));
+  return rows.index_select(0, to_device(order, rows.device()));
 }
 
 }  // namespace autobatch

@@ -4,8 +4,6 @@
 
 #include "autobatch/graph/signature.h"
 
-#include <vector>
-
 namespace autobatch {
 
 class FlushGraph;

@@ -111,18 +111,12 @@ class SiblingsRule final : public Rule {
     WeightCopies::Joined& entry = all->joined(&batch.signature());
     std::vector<const void*> from;
     for (const Sibling& s : siblings_) {
-      from.push_back(address(batch, s.weight));
-      if (s.bias != 0 && biases) from.push_back(address(batch, s.bias));
+      from.push_back(batch.operand_region(0, s.weight).address());
+      if (s.bias != 0 && biases) from.push_back(batch.operand_region(0, s.bias).address());
     }
     if (entry.from != from) copy(batch, entry, biases);
     entry.from = std::move(from);
     return &entry;
-  }
-
-  static const void* address(const BatchView& batch, size_t slot) {
-    const Region region = batch.operand_region(0, slot);
-    return static_cast<const char*>(region.buffer->const_data_ptr()) +
-           region.offset * static_cast<int64_t>(region.buffer->element_size());
   }
 
   // Concatenates the weights in the layout of the first weight, so that in most cases rows are

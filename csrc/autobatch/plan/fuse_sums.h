@@ -5,8 +5,6 @@
 #include "autobatch/graph/signature.h"
 #include "autobatch/plan/flush_graph.h"
 
-#include <vector>
-
 namespace autobatch {
 
 // Runs before scheduling. Replaces additions of tensors of one shape and dtype with a sum of all

@@ -1,5 +1,4 @@
 // The rules of fused chains and trees of additions (fuse_sums.h).
-#include "autobatch/common/pool.h"
 #include "autobatch/kernels/segment_reduce.h"
 #include "autobatch/plan/fuse_sums.h"
 #include "autobatch/rules/rule.h"
@@ -21,7 +20,6 @@ using at::Tensor;
 class SumRule final : public Rule {
  public:
   bool saves() const override { return false; }
-  bool reads(size_t) const override { return false; }
   bool capture(NodeBuilder&) const override { return false; }  // only the pass adds such nodes
 
   void forward(Batch& batch) const override {
@@ -65,15 +63,9 @@ class SumRule final : public Rule {
   static void add_rows(Batch& batch, Regions terms, const Counts& counts) {
     const int64_t width = terms.front().geometry->numel;
     Tensor out = batch.output_rows(0, width);
-    const RegionRows located(std::move(terms));
-    Tensor rows;
-    if (located.layout().consecutive) {
-      rows = consecutive_view(located);
-    } else {
-      rows = pooled_empty(located.layout().numel, out.options());
-      gather_into(located.all(), rows);
-    }
-    segment_sum(rows.view({located.count(), width}), counts, out);
+    const auto count = static_cast<int64_t>(terms.size());
+    const Tensor rows = flat_of(RegionRows(std::move(terms)));
+    segment_sum(rows.view({count, width}), counts, out);
   }
 
   // Adds terms whose sizes differ between members. Copies the first terms of all members to the

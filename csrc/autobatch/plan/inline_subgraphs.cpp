@@ -30,7 +30,7 @@ class Unfolder {
       const Value& value = old_.values[id];
       if (is_left_behind(value)) continue;
       if (value.parent != kNone || value.is_graph_input()) {
-        copy_value(id, value.node == kNone ? kNone : value.node);
+        copy_value(id, value.node);
       } else if (id == old_.nodes[value.node].first_value) {
         add_node(value.node);
       }

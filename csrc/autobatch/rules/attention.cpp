@@ -322,9 +322,8 @@ class PlainAttentionRule final : public Rule {
     if (batch.argument(kCausal).toBool()) {
       mask = causal_mask(q.new_empty({q.size(1), k.size(1)}));
     } else if (batch.given(kMask)) {
-      at::DimVector sizes{static_cast<int64_t>(members.size())};
       const auto& each = batch.operand_value(members.front(), kQuery).geometry->sizes;
-      sizes.append(each.begin(), each.end());
+      at::DimVector sizes = stacked_sizes(static_cast<int64_t>(members.size()), each);
       sizes.back() = k.size(1);
       mask = matrices(mask_of(batch, members, sizes, q));
     }

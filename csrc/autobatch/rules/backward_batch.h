@@ -9,6 +9,7 @@
 #include <c10/util/FunctionRef.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace autobatch {
 
@@ -148,11 +149,9 @@ class BackwardBatch final : public BatchView {
   std::vector<int64_t> positions() const;
 
   // Raises eager's error if an operand was written to after forward read it. Call this function
-  // before operands are read again.
-  void check_unwritten() const;
-  // Like check_unwritten(), but checks only one operand. If eager saves the operand only for some
-  // instances, call this function immediately before the operand is read.
-  void check_unwritten(size_t slot) const;
+  // before operands are read again. If `slot` is given, checks only this operand. If eager saves
+  // the operand only for some instances, call this function immediately before the operand is read.
+  void check_unwritten(std::optional<size_t> slot = std::nullopt) const;
 
   // Return result k of all members: stacked, as rows, or flat. Result k may be a hidden result.
   at::Tensor result_stacked(size_t k) { return stacked_of(located_results(k)); }
@@ -245,9 +244,7 @@ class BackwardBatch final : public BatchView {
   bool has_even_gradients(size_t k) const;
   RegionRows located_gradients(size_t k);
   RegionRows targets(size_t slot, bool& all);
-  static at::Tensor stacked_of(const RegionRows& located);
   static at::Tensor rows_of(const RegionRows& located, int64_t width);
-  static at::Tensor flat_of(const RegionRows& located);
 
   FlushRecord& flush_;
   GradAccumulator& accumulator_;

@@ -71,26 +71,17 @@ bool BatchView::shared(size_t slot) { return located(slot).layout().same; }
 
 at::Tensor BatchView::single(size_t slot) { return region_view(located(slot).first()); }
 
-at::Tensor BatchView::gather(const RegionRows& located) {
-  at::Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
-  gather_into(located.all(), out);
-  return out;
-}
-
 const at::Tensor& BatchView::gathered(size_t slot) {
   if (gathered_.empty()) gathered_.resize(located_.size());
   at::Tensor& copy = gathered_[slot];
-  if (!copy.defined()) copy = gather(located(slot));
+  if (!copy.defined()) copy = gathered_copy(located(slot));
   return copy;
 }
 
 at::Tensor BatchView::stacked(size_t slot) {
   const RegionRows& g = located(slot);
   if (g.layout().regular) return regular_view(g);
-  at::DimVector sizes{size()};
-  const auto& each = g.first().geometry->sizes;
-  sizes.append(each.begin(), each.end());
-  return dense_view(gathered(slot), sizes, 0);
+  return dense_view(gathered(slot), stacked_sizes(size(), g.first().geometry->sizes), 0);
 }
 
 at::Tensor BatchView::rows(size_t slot, int64_t width) {

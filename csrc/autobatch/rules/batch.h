@@ -11,7 +11,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -222,7 +221,6 @@ class BatchView {
   const RegionRows& located(size_t slot);
   // Returns a contiguous copy of operand `slot` of all members.
   const at::Tensor& gathered(size_t slot);
-  static at::Tensor gather(const RegionRows& located);
   at::Tensor repeated_rows(size_t slot, int64_t width, int64_t count);
   const Tape& tape_;
   const Store& store_;

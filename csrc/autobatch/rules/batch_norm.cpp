@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 
 #include <optional>
-#include <vector>
 
 namespace autobatch {
 namespace {
@@ -121,7 +120,7 @@ class Channels {
     if (sizes.size() == 2) {
       data_ = batch.rows(0, channels_);
     } else if (batch.uniform(0)) {
-      data_ = batch.stacked(0).view({batch.size() * sizes[0], channels_, -1});
+      data_ = batch.stacked(0).reshape({batch.size() * sizes[0], channels_, -1});
     } else {
       data_ = batch.flat(0);
       for (int64_t m = 0; m < batch.size(); ++m) {

@@ -148,7 +148,7 @@ class ProductsInPlace {
     const Geometry& g = *targets.front().geometry;
     const Layout layout = layout_of(targets);
     const bool disjoint = !g.overlapping && (targets.size() == 1 || layout.consecutive ||
-                                             (layout.regular && std::abs(layout.step) >= g.extent));
+                                             (layout.regular && layout.step >= g.extent));
     run_matrix_products(products, batch.operand_value(0, 0).dtype, disjoint);
   }
 
@@ -157,9 +157,7 @@ class ProductsInPlace {
     const Value& first = batch.operand_value(0, slot);
     GeometryTable geometries;
     const Geometry* rows = geometries.intern_contiguous(first.geometry->sizes);
-    at::DimVector sizes{batch.size()};
-    sizes.append(rows->sizes.begin(), rows->sizes.end());
-    Tensor gradient = pooled_empty(sizes, first.options());
+    Tensor gradient = pooled_empty(stacked_sizes(batch.size(), rows->sizes), first.options());
     std::vector<MatrixProduct> products;
     for (int64_t m = 0; m < batch.size(); ++m) {
       add_gradient(products, m, slot, {&gradient, m * rows->numel, rows}, false);

@@ -1,7 +1,5 @@
 #include "autobatch/rules/by_shape.h"
 
-#include "autobatch/common/pool.h"
-
 #include <map>
 
 namespace autobatch {
@@ -27,14 +25,7 @@ Regions result_regions(const BatchView& batch, uint32_t k, const Members& member
 
 Tensor stacked(Regions regions) {
   if (regions.size() == 1) return region_view(regions.front()).unsqueeze(0);
-  const RegionRows located(std::move(regions));
-  if (located.layout().regular) return regular_view(located);
-  at::DimVector sizes{located.count()};
-  const auto& each = located.first().geometry->sizes;
-  sizes.append(each.begin(), each.end());
-  Tensor out = pooled_empty(sizes, located.first().buffer->options());
-  gather_into(located.all(), out);
-  return out;
+  return stacked_of(RegionRows(std::move(regions)));
 }
 
 // Returns the dimensions of [n, *sizes], sorted by descending stride of the members. Dimension 0
@@ -95,8 +86,7 @@ Tensor gradients_of(BackwardBatch& batch, uint32_t k, const Members& members) {
 void put_results(const Batch& batch, uint32_t k, const Members& members, const Tensor& values) {
   Regions places = result_regions(batch, k, members);
   const Geometry& g = *places.front().geometry;
-  at::DimVector sizes{static_cast<int64_t>(members.size())};
-  sizes.append(g.sizes.begin(), g.sizes.end());
+  const at::DimVector sizes = stacked_sizes(static_cast<int64_t>(members.size()), g.sizes);
   const Tensor from = values.reshape(sizes).permute(memory_order(g.strides)).contiguous();
   GeometryTable geometries;
   const int64_t each = g.numel;
@@ -111,10 +101,8 @@ void put_results(const Batch& batch, uint32_t k, const Members& members, const T
 
 void add_gradients(BackwardBatch& batch, size_t slot, const Members& members,
                    const Tensor& gradient) {
-  at::DimVector sizes{static_cast<int64_t>(members.size())};
   const auto& each = batch.operand_value(members.front(), slot).geometry->sizes;
-  sizes.append(each.begin(), each.end());
-  const Tensor rows = gradient.reshape(sizes);
+  const Tensor rows = gradient.reshape(stacked_sizes(static_cast<int64_t>(members.size()), each));
   const at::DimVector order = memory_order(rows.strides().slice(1));
   const Tensor values = rows.permute(order).contiguous();
   GeometryTable geometries;

@@ -59,10 +59,6 @@ class FunctionResultsRule final : public Rule {
  public:
   explicit FunctionResultsRule(FunctionTraits traits) : traits_(std::move(traits)) {}
 
-  static const FunctionResultsRule& of(const Node& node) {
-    return static_cast<const FunctionResultsRule&>(*node.signature->rule);
-  }
-  const FunctionTraits& traits() const { return traits_; }
   std::shared_ptr<FunctionCall> call_of(const Tape& tape, const Node& node) const {
     const ValueId number = tape.operands[node.first_operand + traits_.saved_results.size()];
     const at::Tensor& data = tape.graph_inputs[tape.values[number].index].data;

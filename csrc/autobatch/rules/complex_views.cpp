@@ -26,8 +26,6 @@ using Arguments = Decomposition::Arguments;
 class ReinterpretingRule : public Rule {
  public:
   bool saves() const override { return false; }
-  bool reads(size_t) const override { return false; }
-  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(NodeBuilder& builder) const override {
     const Value x = builder.operand(0);

@@ -58,21 +58,20 @@ bool read_name(const c10::IValue& value, const std::vector<int64_t>& weight, Win
 // Reads the arguments of conv(input, weight, bias, stride, padding, dilation, groups) or
 // conv_transpose(input, weight, bias, stride, padding, output_padding, groups, dilation). Returns
 // false for values that the op itself must check.
-template <class Argument>
-bool read(const Convolution& entry, const Argument& argument, const std::vector<int64_t>& weight,
-          Window& window) {
+bool read(const Convolution& entry, at::ArrayRef<c10::IValue> arguments,
+          const std::vector<int64_t>& weight, Window& window) {
   const size_t dims = entry.dims;
-  if (!read(argument(3), dims, 1, window.stride)) return false;
-  if (!read(argument(entry.transposed ? 7 : 5), dims, 1, window.dilation)) return false;
+  if (!read(arguments[3], dims, 1, window.stride)) return false;
+  if (!read(arguments[entry.transposed ? 7 : 5], dims, 1, window.dilation)) return false;
   if (!entry.transposed) {
     window.output_padding.assign(dims, 0);
-  } else if (!read(argument(5), dims, 0, window.output_padding)) {
+  } else if (!read(arguments[5], dims, 0, window.output_padding)) {
     return false;
   }
-  window.groups = argument(6).toInt();
+  window.groups = arguments[6].toInt();
   if (window.groups < 1) return false;
-  return entry.named_padding ? read_name(argument(4), weight, window)
-                             : read(argument(4), dims, 0, window.padding);
+  return entry.named_padding ? read_name(arguments[4], weight, window)
+                             : read(arguments[4], dims, 0, window.padding);
 }
 
 // Returns the length of the result in dimension d. The length is zero or negative if eager raises
@@ -156,8 +155,7 @@ class ConvolutionRule final : public Rule {
     if (x.dtype != w.dtype || !is_float(x) || !row_major_result(x)) return false;
     if (!w.geometry->contiguous || x.geometry->numel == 0 || w.geometry->numel == 0) return false;
     Window window;
-    const auto argument = [&](size_t i) -> const c10::IValue& { return builder.argument(i); };
-    if (!read(entry_, argument, w.geometry->sizes, window)) return false;
+    if (!read(entry_, builder.arguments(), w.geometry->sizes, window)) return false;
     for (size_t i = 3; i < builder.num_arguments(); ++i) {
       if (!builder.constant(i)) return false;
     }
@@ -235,8 +233,8 @@ class ConvolutionRule final : public Rule {
  private:
   Window window_of(const BatchView& batch) const {
     Window window;
-    const auto argument = [&](size_t i) -> const c10::IValue& { return batch.argument(i); };
-    read(entry_, argument, batch.operand_value(0, kWeight).geometry->sizes, window);
+    read(entry_, batch.signature().arguments, batch.operand_value(0, kWeight).geometry->sizes,
+         window);
     return window;
   }
 

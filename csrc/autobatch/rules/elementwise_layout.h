@@ -5,8 +5,6 @@
 
 #include "autobatch/graph/graph.h"
 
-#include <optional>
-
 namespace autobatch {
 
 // Returns the geometry that the operand has in the user's program. A graph input that was expanded

@@ -6,8 +6,6 @@
 
 #include <ATen/ATen.h>
 
-#include <map>
-
 namespace autobatch {
 namespace {
 

@@ -9,7 +9,6 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DefaultDtype.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
@@ -304,8 +303,6 @@ class WithValuesRule final : public Rule {
 class LeafRule final : public Rule {
  public:
   bool saves() const override { return false; }
-  bool reads(size_t) const override { return false; }
-  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(NodeBuilder& builder) const override {
     const Value self = builder.operand(0);

@@ -47,9 +47,7 @@ class VmapLevel {
   at::Tensor unwrap(const at::Tensor& t, int64_t n) const {
     auto* batched = at::functorch::maybeGetBatchedImpl(t);
     if (batched == nullptr || batched->level() != level_) {
-      at::DimVector sizes{n};
-      sizes.append(t.sizes().begin(), t.sizes().end());
-      return t.expand(sizes);
+      return t.expand(stacked_sizes(n, t.sizes()));
     }
     return batched->value().movedim(batched->bdim(), 0);
   }
@@ -109,9 +107,7 @@ LocalGraph call_batched(BatchView& batch, bool needs_grad) {
     Stack stack = rebuild(signature, graph.inputs);
     signature.op->handle.callBoxed(stack);
     for (const at::Tensor& out : results_of(stack)) {
-      at::DimVector sizes{n};
-      sizes.append(out.sizes().begin(), out.sizes().end());
-      graph.outputs.push_back(out.expand(sizes));
+      graph.outputs.push_back(out.expand(stacked_sizes(n, out.sizes())));
     }
     return graph;
   }

@@ -1,5 +1,7 @@
 #include "autobatch/rules/generic.h"
 
+#include "autobatch/rules/elementwise_layout.h"
+
 namespace autobatch {
 namespace {
 
@@ -17,14 +19,6 @@ bool gives_sparse_gradient(const NodeBuilder& builder) {
 bool keeps_gaps(const std::string& op) {
   return op == "aten::select_scatter" || op == "aten::slice_scatter" ||
          op == "aten::diagonal_scatter";
-}
-
-// Returns the geometry of the user's tensor. This geometry determines the strides of results, even
-// if the graph reads a copy of the tensor.
-const Geometry* geometry_given(NodeBuilder& builder, const Value& value) {
-  if (!value.is_graph_input()) return value.geometry;
-  const Geometry* given = builder.graph().tape().graph_inputs[value.index].given;
-  return given != nullptr ? given : value.geometry;
 }
 
 }  // namespace
@@ -52,7 +46,7 @@ bool capture_all_arguments(NodeBuilder& builder) {
     };
     const auto key_of = [&](const Value& value) {
       builder.key(dtype_word(value) << 1 | (value.requires_grad ? 1 : 0));
-      const Geometry* geometry = geometry_given(builder, value);
+      const Geometry* geometry = given_geometry(builder.graph().tape(), value);
       builder.key(gaps ? geometry : geometry->canonical);
     };
     if (argument.isTensor()) {

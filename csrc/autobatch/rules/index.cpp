@@ -124,14 +124,7 @@ class RowIndexRule final : public Rule {
   void forward(Batch& batch) const override {
     const Sources sources(batch, indexing(batch));
     const int64_t width = sources.width;
-    Tensor rows;
-    const RegionRows located(sources.regions);
-    if (located.layout().consecutive && located.layout().numel > 0) {
-      rows = consecutive_view(located);
-    } else {
-      rows = at::empty({located.layout().numel}, sources.regions[0].buffer->options());
-      gather_into(sources.regions, rows);
-    }
+    const Tensor rows = flat_of(RegionRows(sources.regions));
     Tensor out = batch.output_rows(0, width);
     at::index_select_out(out, rows.view({sources.rows, width}), 0, positions(batch, sources));
   }
@@ -352,8 +345,7 @@ class EmbeddingBagRule final : public Rule {
   }
 
   static int64_t mode(const BatchView& batch) { return batch.argument(4).toInt(); }
-  template <class Arguments>
-  static int64_t padding(const Arguments& arguments) {
+  static int64_t padding(at::ArrayRef<c10::IValue> arguments) {
     return arguments.size() > 8 && arguments[8].isInt() ? arguments[8].toInt() : -1;
   }
 

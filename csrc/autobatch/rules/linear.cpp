@@ -2,7 +2,6 @@
 // of all instances. Instances may have any number of rows.
 #include "autobatch/rules/linear.h"
 
-#include "autobatch/common/pool.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/kernels/small_gemm.h"
 #include "autobatch/rules/rowwise.h"

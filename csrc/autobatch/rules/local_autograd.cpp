@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <optional>
-#include <utility>
 
 namespace autobatch {
 namespace {

@@ -39,11 +39,6 @@ class DifferentiatedLoopRule final : public LoopRule {
     return LoopRule::capture(builder) && builder.any_requires_grad() &&
            builder.context().grad_mode && builder.operand_value(0).geometry->numel > 1;
   }
-
-  void forward(Batch& batch) const override {
-    LoopRule::forward(batch);
-    batch.record().rule = &loop_rule();
-  }
 };
 
 // The rule of lstm_cell on a device that has a kernel for this op. The kernel computes h' and c' in
@@ -52,11 +47,6 @@ class KernelCellRule final : public LoopRule {
  public:
   bool capture(NodeBuilder& builder) const override {
     return builder.is_tensor(0) && has_lstm_kernel(builder.tensor(0)) && LoopRule::capture(builder);
-  }
-
-  void forward(Batch& batch) const override {
-    LoopRule::forward(batch);
-    batch.record().rule = &loop_rule();
   }
 };
 

@@ -45,21 +45,20 @@ bool read(const c10::IValue& value, size_t dims, int64_t least, int64_t (&out)[2
 // stride, padding, ceil, count_include_pad, divisor) or adaptive_pool(x, sizes). For adaptive_pool,
 // the sizes are stored as the kernel. Returns false if the arguments are unusual or invalid. The op
 // then checks the arguments itself.
-template <class Argument>
-bool read(const Pool& entry, const Argument& argument, Window& window) {
+bool read(const Pool& entry, at::ArrayRef<c10::IValue> arguments, Window& window) {
   const size_t dims = entry.dims;
-  if (!read(argument(1), dims, 1, window.kernel)) return false;
+  if (!read(arguments[1], dims, 1, window.kernel)) return false;
   if (entry.kind == Kind::kAdaptiveMax || entry.kind == Kind::kAdaptiveAverage) return true;
-  const bool stride_given = !argument(2).isIntList() || !argument(2).toIntVector().empty();
-  if (!read(argument(stride_given ? 2 : 1), dims, 1, window.stride)) return false;
-  if (!read(argument(3), dims, 0, window.padding)) return false;
+  const bool stride_given = !arguments[2].isIntList() || !arguments[2].toIntVector().empty();
+  if (!read(arguments[stride_given ? 2 : 1], dims, 1, window.stride)) return false;
+  if (!read(arguments[3], dims, 0, window.padding)) return false;
   if (entry.kind == Kind::kMax) {
-    window.ceil = argument(5).toBool();
-    return read(argument(4), dims, 1, window.dilation);
+    window.ceil = arguments[5].toBool();
+    return read(arguments[4], dims, 1, window.dilation);
   }
-  window.ceil = argument(4).toBool();
-  window.count_padding = argument(5).toBool();
-  if (dims == 2) window.divisor = argument(6).template toOptional<int64_t>();
+  window.ceil = arguments[4].toBool();
+  window.count_padding = arguments[5].toBool();
+  if (dims == 2) window.divisor = arguments[6].toOptional<int64_t>();
   return window.divisor != 0;
 }
 
@@ -89,8 +88,7 @@ class PoolRule final : public Rule {
     if (decomposition_of(builder.op(), builder.arguments()) != nullptr) return false;
     if (!is_float(x) || !row_major(x) || x.geometry->numel == 0) return false;
     Window window;
-    const auto argument = [&](size_t i) -> const c10::IValue& { return builder.argument(i); };
-    if (!read(entry_, argument, window)) return false;
+    if (!read(entry_, builder.arguments(), window)) return false;
     for (size_t i = 1; i < builder.num_arguments(); ++i) {
       if (!builder.constant(i)) return false;
     }
@@ -167,8 +165,7 @@ class PoolRule final : public Rule {
 
   Window window_of(const BatchView& batch) const {
     Window window;
-    const auto argument = [&](size_t i) -> const c10::IValue& { return batch.argument(i); };
-    read(entry_, argument, window);
+    read(entry_, batch.signature().arguments, window);
     return window;
   }
 

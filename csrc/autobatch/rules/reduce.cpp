@@ -7,7 +7,6 @@
 #include "autobatch/rules/rule.h"
 
 #include <ATen/ATen.h>
-#include <ATen/WrapDimUtils.h>
 
 namespace autobatch {
 namespace {
@@ -87,9 +86,8 @@ class AnyDimsRule final : public Rule {
 
   void backward(BackwardBatch& batch) const override {
     Tensor g = batch.grad_stacked(0);
-    at::DimVector sizes{batch.size()};
-    const auto& each = batch.operand_value(0, 0).geometry->sizes;
-    sizes.append(each.begin(), each.end());
+    const at::DimVector sizes =
+        stacked_sizes(batch.size(), batch.operand_value(0, 0).geometry->sizes);
     int64_t count = 1;
     for (int64_t d : dims_of(batch)) {
       if (!keeps_dims(batch)) g = g.unsqueeze(d);

@@ -236,7 +236,6 @@ class RecurrentLayerRule final : public Rule {
         const Tensor masks = batch.result_rows(mask_of(shape, layer), shape.row());
         g_input.mul_(masks.index_select(0, index_tensor(kept->sequences.rows(false), g_out)));
       }
-      if (!wanted) g_input = Tensor();
       g = g_input;
       if (!g.defined()) break;
     }

@@ -67,12 +67,15 @@ int64_t width_of(const BatchView& batch, size_t slot) {
   return batch.operand_value(0, slot).geometry->sizes.back();
 }
 
-// Computes input W^T + b, [rows, G*H], from the operands in these slots.
-Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
+// Computes input W^T + bias, [rows, G*H], from the operands in these slots. The bias is optional.
+Tensor product(BatchView& batch, size_t slot, size_t weight, const Tensor& bias = Tensor()) {
   WeightCopies* copies = batch.weight_copies(weight);
   const Tensor x = batch.rows(slot, width_of(batch, slot));
-  const Tensor w = batch.single(weight).t();
-  return multiply(x, w, copies, batch.given(bias) ? batch.single(bias) : Tensor());
+  return multiply(x, batch.single(weight).t(), copies, bias);
+}
+
+Tensor project(BatchView& batch, size_t slot, size_t weight, size_t bias) {
+  return product(batch, slot, weight, batch.given(bias) ? batch.single(bias) : Tensor());
 }
 
 void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t weight,
@@ -94,12 +97,6 @@ void project_backward(BackwardBatch& batch, const Tensor& g, size_t slot, size_t
 bool suits_kernel(const NodeBuilder& builder, size_t biases) {
   return builder.is_tensor(biases) == builder.is_tensor(biases + 1) &&
          builder.operand_value(0).geometry->numel > 0;
-}
-
-// Computes input W^T. The fused kernel adds the bias.
-Tensor product(BatchView& batch, size_t slot, size_t weight) {
-  WeightCopies* copies = batch.weight_copies(weight);
-  return multiply(batch.rows(slot, width_of(batch, slot)), batch.single(weight).t(), copies);
 }
 
 std::optional<Tensor> optional_single(BatchView& batch, size_t slot) {

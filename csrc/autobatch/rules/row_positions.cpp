@@ -94,11 +94,7 @@ class IndexValues {
       if (kept) strides[d + missing] = next_ == nullptr ? g.strides[d] : dense;
       dense *= g.sizes[d];
     }
-    if (next_ == nullptr) {
-      const Region region = batch_.operand_region(m, slot_);
-      const auto item = static_cast<int64_t>(region.buffer->element_size());
-      return static_cast<const char*>(region.buffer->const_data_ptr()) + region.offset * item;
-    }
+    if (next_ == nullptr) return batch_.operand_region(m, slot_).address();
     return std::exchange(next_, next_ + g.numel);
   }
 

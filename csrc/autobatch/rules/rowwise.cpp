@@ -112,10 +112,6 @@ int64_t aligned_size(const Geometry& g, size_t rank, size_t d) {
   return d < missing ? 1 : g.sizes[d - missing];
 }
 
-}  // namespace
-
-namespace {
-
 // Returns the dimension along which rows are counted. In most cases, this is the first dimension.
 // If all dimensions before the second-to-last dimension have size 1, rows are counted along the
 // second-to-last dimension. An example is [1, T, d] in a minibatch of size 1.
@@ -230,10 +226,6 @@ bool is_one_row(const BatchView& batch, size_t slot) {
   });
 }
 
-}  // namespace
-
-namespace {
-
 // Regions of the members' values, with geometries from in_memory_order. The geometries exist as
 // long as this object.
 class OrderedRegions {
@@ -265,14 +257,6 @@ class OrderedRegions {
   std::map<std::pair<const Geometry*, const Geometry*>, const Geometry*> known_;
 };
 
-Tensor gathered(Regions regions) {
-  const RegionRows located(std::move(regions));
-  if (located.layout().consecutive) return consecutive_view(located);
-  Tensor out = pooled_empty(located.layout().numel, located.first().buffer->options());
-  gather_into(located.all(), out);
-  return out;
-}
-
 bool are_row_major(const BatchView& batch) {
   for (int64_t m = 0; m < batch.size(); ++m) {
     if (!batch.result_value(m, 0).geometry->contiguous) return false;
@@ -293,7 +277,7 @@ bool is_as_large(const BatchView& batch, size_t slot) {
 Tensor expanded(BatchView& batch, size_t slot) {
   if (are_row_major(batch) && is_as_large(batch, slot)) return batch.flat(slot);
   OrderedRegions ordered(batch);
-  return gathered(ordered.of([&](int64_t m) { return batch.operand_region(m, slot); }));
+  return flat_of(RegionRows(ordered.of([&](int64_t m) { return batch.operand_region(m, slot); })));
 }
 
 void add_expanded(BackwardBatch& batch, size_t slot, const Tensor& gradient) {
@@ -309,14 +293,14 @@ void add_expanded(BackwardBatch& batch, size_t slot, const Tensor& gradient) {
 Tensor results_in_order(BackwardBatch& batch) {
   if (are_row_major(batch)) return batch.result_flat(0);
   OrderedRegions ordered(batch);
-  return gathered(ordered.of([&](int64_t m) { return batch.result_region(m, 0); }));
+  return flat_of(RegionRows(ordered.of([&](int64_t m) { return batch.result_region(m, 0); })));
 }
 
 Tensor gradients_in_order(BackwardBatch& batch) {
   const Tensor flat = batch.grad_flat(0);  // a gradient that has not arrived is zero
   if (are_row_major(batch)) return flat;
   OrderedRegions ordered(batch);
-  return gathered(ordered.of([&](int64_t m) { return batch.grad_region(m, 0); }));
+  return flat_of(RegionRows(ordered.of([&](int64_t m) { return batch.grad_region(m, 0); })));
 }
 
 Tensor elements(BatchView& batch, size_t slot) {

@@ -231,7 +231,7 @@ Tensor rolled(const Tensor& rows, const Segments& s, int64_t shift) {
     for (int64_t r = 0; r < c; ++r) *at++ = start + ((r - shift) % c + c) % c;
     start += c;
   }
-  return rows.index_select(0, order.to(rows.device()));
+  return rows.index_select(0, to_device(order, rows.device()));
 }
 
 int64_t shift_of(const Arguments& a) { return a[1].toIntVector()[0]; }
@@ -394,8 +394,7 @@ class SegmentRule final : public Rule {
   }
 
   // Returns the range of dimensions of the call, or nothing if the dimensions are not adjacent.
-  template <class List>
-  std::optional<Range> range_of(const List& arguments, int64_t rank) const {
+  std::optional<Range> range_of(at::ArrayRef<c10::IValue> arguments, int64_t rank) const {
     std::vector<int64_t> dims;
     if (entry_.dims >= 0) {
       const c10::IValue& given = arguments[static_cast<size_t>(entry_.dims)];

@@ -134,10 +134,6 @@ class SparseProductRule final : public Rule {
                             at::ArrayRef<Tensor> places) const override {
     return {sparse_product(operands[0], operands[1], operands[2], places[0].size(0))};
   }
-  std::vector<Tensor> replay(const Signature&, at::ArrayRef<Tensor> operands,
-                             at::ArrayRef<Tensor> computed) const override {
-    return {sparse_product(operands[0], operands[1], operands[2], computed[0].size(0))};
-  }
 
  private:
   static constexpr size_t kIndices = 0, kValues = 1, kDense = 2;

@@ -157,9 +157,8 @@ class TailRule final : public RowsCall {
   void add_gradient(BackwardBatch& batch, size_t slot, const Tensor& grad) const override {
     if (is_weight(batch, slot)) return batch.add_single(slot, grad);
     if (!is_repeated(batch, slot)) return batch.add(slot, grad);
-    at::DimVector sizes{batch.size()};
-    sizes.append(grad.sizes().begin() + 1, grad.sizes().end());
-    const Tensor sums = at::zeros(sizes, grad.options());
+    const Tensor sums =
+        at::zeros(stacked_sizes(batch.size(), grad.sizes().slice(1)), grad.options());
     batch.add(slot, sums.index_add_(0, members_of_rows(batch, grad.device()), grad));
   }
 

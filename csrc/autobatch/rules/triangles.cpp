@@ -24,8 +24,6 @@ class TriangleRule final : public Rule {
   explicit TriangleRule(bool is_upper) : is_upper_(is_upper) {}
 
   bool saves() const override { return false; }
-  bool reads(size_t) const override { return false; }
-  bool reads_result(uint32_t) const override { return false; }
 
   bool capture(NodeBuilder& builder) const override {
     if (!builder.is_tensor(0)) return false;

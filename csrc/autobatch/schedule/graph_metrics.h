@@ -4,7 +4,6 @@
 #include "autobatch/schedule.h"
 
 #include <array>
-#include <memory>
 #include <vector>
 
 namespace autobatch {

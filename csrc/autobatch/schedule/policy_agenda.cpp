@@ -119,9 +119,7 @@ class Agenda {
     schedule_.batch_begin.push_back(static_cast<uint32_t>(order.size()));
     // From here on `nodes` may dangle: make_ready() may reallocate alone_.
     for (size_t i = first; i < order.size(); ++i) {
-      for (uint32_t edge = consumers_.begin[order[i]]; edge < consumers_.begin[order[i] + 1];
-           ++edge) {
-        const uint32_t consumer = consumers_.node[edge];
+      for (const uint32_t consumer : consumers_.of(order[i])) {
         if (--waiting_for_[consumer] == 0) make_ready(consumer);
       }
     }

@@ -7,7 +7,6 @@
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
-#include <string>
 
 namespace autobatch {
 namespace {

@@ -4,7 +4,6 @@
 #include "autobatch/scope/trials.h"
 
 #include <array>
-#include <chrono>
 #include <cstdint>
 
 namespace autobatch {

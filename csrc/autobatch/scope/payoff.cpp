@@ -110,10 +110,6 @@ void Scope::pause(uint64_t calls) {
   c10::impl::tls_set_dispatch_key_included(compat::kDeferKey, false);
 }
 
-void Scope::pause_for(uint64_t calls) {
-  if (graph_->num_waiting() == 0 && capture_state.scope == this) pause(calls);
-}
-
 void Scope::resume() {
   CaptureState& state = CaptureState::current();
   if (state.paused != this) return;

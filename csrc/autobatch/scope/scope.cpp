@@ -23,13 +23,13 @@
 
 #include <pthread.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 namespace autobatch {
 namespace {
@@ -231,9 +231,7 @@ bool Scope::is_computed(const PendingTensor& tensor) const {
 const void* Scope::element_of(const PendingTensor& tensor) {
   const Lock lock(*this);
   if (!is_computed(tensor)) return nullptr;
-  const Region region = graph_->open_record()->store.region(graph_->tape(), tensor.value());
-  const auto bytes = region.offset * static_cast<int64_t>(region.buffer->element_size());
-  return static_cast<const char*>(region.buffer->const_data_ptr()) + bytes;
+  return graph_->open_record()->store.region(graph_->tape(), tensor.value()).address();
 }
 
 // Returns a text that says why the running fiber cannot wait for other fibers. The text is part of
@@ -425,8 +423,8 @@ void Scope::relieve() {
   CellTrace::note_read("max_pending reached");
   const FlushMark mark;
   settle_all(*this);
-  relieve_graph(*graph_, flush_options("max_pending reached"));
-  apply_updates(*this);
+  const FlushOptions options = flush_options("max_pending reached");
+  run_and_update(*this, [&] { relieve_graph(*graph_, options); });
 }
 
 bool Scope::run_slice(std::chrono::nanoseconds bound) {

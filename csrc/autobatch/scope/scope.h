@@ -29,7 +29,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <unordered_set>
 #include <vector>
 
@@ -114,7 +113,7 @@ class Scope : public std::enable_shared_from_this<Scope> {
   // pending. Returns false if no node was ready. Raises errors as `flush` does.
   bool run_slice(std::chrono::nanoseconds bound);
   // Whether the tensor's value is computed, although the tensor is still pending.
-  bool is_computed(const PendingTensor& tensor) const;
+  AUTOBATCH_INTERNAL bool is_computed(const PendingTensor& tensor) const;
   // Whether the tensor is pending and can be created without a flush: the result of a factory
   // (zeros, full) or the copy of a number.
   bool is_constant(const at::Tensor& tensor) const;
@@ -183,8 +182,6 @@ class Scope : public std::enable_shared_from_this<Scope> {
   void forget_losses() { losses_.clear(); }
   // Whether the interned tables are so large that they are replaced when nothing is pending.
   bool is_full() const;
-  // If nothing is pending, pauses the scope for this many calls, or until `resume`.
-  void pause_for(uint64_t calls);
   // While an instance of this class exists, the scope keeps the errors that caused the loss of
   // tensors (loss_of). Afterwards the errors are dropped, because an error may hold references to
   // the stack frames that it passed through.

@@ -1,6 +1,5 @@
 // The functions of Scope for deferred checks (deferred_checks.h).
 #include "autobatch/backward/backward.h"
-#include "autobatch/capture/capture.h"
 #include "autobatch/common/host_hooks.h"
 #include "autobatch/fibers/fibers.h"
 #include "autobatch/graph/pending_tensor.h"

@@ -1,7 +1,6 @@
 #include "autobatch/scope/trials.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace autobatch {
 namespace {

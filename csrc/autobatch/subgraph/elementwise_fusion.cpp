@@ -3,8 +3,6 @@
 #include "autobatch/common/switches.h"
 #include "autobatch/kernels/elementwise_device.h"
 
-#include <algorithm>
-
 namespace autobatch {
 namespace {
 
@@ -119,9 +117,7 @@ Derivative derivative(const ElementwiseOp& op, size_t slot) {
 // --- programs ---
 
 ElementwisePlace place_in(const Region& region, int64_t row, int64_t run) {
-  const auto element = static_cast<int64_t>(c10::elementSize(region.buffer->scalar_type()));
-  auto* data = const_cast<char*>(static_cast<const char*>(region.buffer->const_data_ptr()));
-  return {data + region.offset * element, row, run};
+  return {const_cast<char*>(region.address()), row, run};
 }
 
 // An elementwise program under construction, for consecutive members of a batch.

@@ -3,6 +3,7 @@
 #include "autobatch/common/pool.h"
 #include "autobatch/graph/profiler_ranges.h"
 #include "autobatch/kernels/packed_weights.h"
+#include "autobatch/rules/rowwise.h"
 #include "autobatch/subgraph/elementwise_fusion.h"
 #include "autobatch/subgraph/factor_buffers.h"
 
@@ -103,7 +104,7 @@ class Forward {
       graph_input.data = batch_.stacked(i);
       // Two members may read different views of the same memory. Each view that the user holds has
       // a separate gradient, so the data is copied for each member.
-      const bool separate = graph_input.data.stride(0) != 0 || is_one_value(i);
+      const bool separate = graph_input.data.stride(0) != 0 || one_value(batch_, i);
       if (!separate || !has_dense_members(graph_input.data))
         graph_input.data = graph_input.data.contiguous();
       record_.store.steps[graph_input.value] = batch_.size() == 1 ? 0 : graph_input.data.stride(0);
@@ -119,13 +120,6 @@ class Forward {
     to.counter = from.counter;
     to.version = from.version;
     to.counted = from.counted && !from.is_copy;
-  }
-
-  bool is_one_value(size_t i) const {
-    for (int64_t m = 1; m < batch_.size(); ++m) {
-      if (batch_.operand(m, i) != batch_.operand(0, i)) return false;
-    }
-    return true;
   }
 
   // Stores the memory regions of operand `i` for the rules, and copies no data.

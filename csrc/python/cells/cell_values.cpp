@@ -103,6 +103,7 @@ bool CellInputs::add_call(PyObject* function, PyObject* const* args, Py_ssize_t 
 }
 
 bool CellInputs::add(PyObject* value) {
+  if (!capturable_) return true;
   if (THPVariable_CheckExact(value)) {
     words_.push_back(kTensor);
     if (owns_) return tensors_.push_back(THPVariable_Unpack(value)), true;
@@ -171,7 +172,8 @@ bool CellInputs::add_dict(PyObject* dict) {
   }
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
-    if (THPVariable_Check(key) || !add(key) || !add(value)) return false;
+    if (THPVariable_Check(key)) capturable_ = false;
+    if (!add(key) || !add(value)) return false;
   }
   --depth_;
   return true;
@@ -180,13 +182,16 @@ bool CellInputs::add_dict(PyObject* dict) {
 bool CellInputs::add_fields(PyObject* instance, PyObject* fields) {
   hold();
   words_.push_back(kDataclass);
-  if (has_more_than(fields, instance)) capturable_ = false;
+  // Unlike a list, a dataclass instance that contains itself is a common argument (a node of a
+  // graph or of a doubly linked list).
+  if (++depth_ > kDeepest || has_more_than(fields, instance)) capturable_ = false;
   if (!add_object(reinterpret_cast<PyObject*>(Py_TYPE(instance)))) return false;
   PyObject *name = nullptr, *field = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(fields, &at, &name, &field) != 0;) {
     const py::object value = own(PyObject_GetAttr(instance, name));
     if (!value || !add(value.ptr())) return false;
   }
+  --depth_;
   return true;
 }
 

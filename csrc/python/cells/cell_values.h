@@ -26,8 +26,9 @@ class CellInputs {
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
   // Returns false if an argument prevents the capture of the call. Such arguments are instances of
-  // a subclass of Tensor (other than nn.Parameter), list or dict, and dataclass instances with
-  // attributes that are not fields.
+  // a subclass of Tensor (other than nn.Parameter), list or dict, dicts with tensors as keys, and
+  // dataclass instances with attributes that are not fields or that contain themselves (or are
+  // nested as deeply). The words and tensors are then incomplete.
   bool capturable() const { return capturable_; }
   // The tensors are borrowed from the call's arguments until hold() takes references to them. Call
   // hold() before the function runs. For arguments that can change, such as lists, add_call() calls

@@ -30,20 +30,51 @@ namespace py = pybind11;
 namespace autobatch {
 namespace {
 
-PyMethodDef* method_of(const char* name) {
+py::object attribute_of_tensor(const char* name) {
   const py::object base = py::module_::import("torch._C").attr("TensorBase");
-  const py::object descriptor = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[name];
-  return reinterpret_cast<PyMethodDescrObject*>(descriptor.ptr())->d_method;
+  return py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[name];
 }
+
+// Return the definition of a method of Tensor, or of a function of torch._C.
+PyMethodDef* method_of_tensor(const char* name) {
+  return reinterpret_cast<PyMethodDescrObject*>(attribute_of_tensor(name).ptr())->d_method;
+}
+
+PyMethodDef* function_of_module(const char* name) {
+  const py::object function = py::module_::import("torch._C").attr(name);
+  return reinterpret_cast<PyCFunctionObject*>(function.ptr())->m_ml;
+}
+
+// A method or function of PyTorch that is replaced while a block is open.
+class Replaced {
+ public:
+  Replaced(PyMethodDef* (*find)(const char*), const char* name) : find_(find), name_(name) {}
+
+  void install(PyCFunction replacement) {
+    if (method_ == nullptr) method_ = find_(name_);
+    original_ = std::exchange(method_->ml_meth, replacement);
+  }
+  void remove() { method_->ml_meth = original_; }
+
+  const char* name() const { return name_; }
+  // Call PyTorch's function.
+  PyObject* call(PyObject* self, PyObject* argument) const { return original_(self, argument); }
+  PyObject* call(PyObject* self, PyObject* args, PyObject* options) const {
+    const auto original =
+        reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_));
+    return original(self, args, options);
+  }
+
+ private:
+  PyMethodDef* (*find_)(const char*);
+  const char* name_;
+  PyMethodDef* method_ = nullptr;
+  PyCFunction original_ = nullptr;
+};
 
 // --- Tensor.new_tensor ---
 
-PyMethodDef* new_tensor_method() {
-  static PyMethodDef* const method = method_of("new_tensor");
-  return method;
-}
-
-PyCFunction original_new_tensor = nullptr;
+Replaced original_new_tensor(method_of_tensor, "new_tensor");
 
 // Returns torch.tensor(data, **options), with the dtype and device of `self` as defaults.
 py::object tensor_like(const at::Tensor& self, const py::args& args, const py::kwargs& options) {
@@ -60,10 +91,8 @@ py::object tensor_like(const at::Tensor& self, const py::args& args, const py::k
 
 PyObject* new_tensor(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS
-  const auto original =
-      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_new_tensor));
   if (!THPVariable_CheckExact(self) || at::impl::torch_function_mode_enabled()) {
-    return original(self, args, options);
+    return original_new_tensor.call(self, args, options);
   }
   const at::Tensor tensor = THPVariable_Unpack(self);
   const PendingTensor* pending = as_pending(tensor);
@@ -71,7 +100,7 @@ PyObject* new_tensor(PyObject* self, PyObject* args, PyObject* options) {
       PyTuple_GET_SIZE(args) == 1 || (PyTuple_GET_SIZE(args) == 0 && options != nullptr &&
                                       PyDict_GetItemString(options, "data") != nullptr);
   if (pending == nullptr || !pending->is_pending() || !has_data) {
-    return original(self, args, options);
+    return original_new_tensor.call(self, args, options);
   }
   py::kwargs named;
   if (options != nullptr) named = py::reinterpret_borrow<py::kwargs>(options).attr("copy")();
@@ -79,32 +108,18 @@ PyObject* new_tensor(PyObject* self, PyObject* args, PyObject* options) {
   END_HANDLE_TH_ERRORS
 }
 
-void install_new_tensor() {
-  PyMethodDef* method = new_tensor_method();
-  original_new_tensor = method->ml_meth;
-  method->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&new_tensor));
-}
-
-void remove_new_tensor() { new_tensor_method()->ml_meth = original_new_tensor; }
-
 // --- Tensor.new, the legacy method ---
 
-PyMethodDef* legacy_new_method() {
-  static PyMethodDef* const method = method_of("new");
-  return method;
-}
-
-PyCFunction original_legacy_new = nullptr;
+Replaced original_legacy_new(method_of_tensor, "new");
 
 // PyTorch's `Tensor.new` needs only the dtype and device of `self`, but derives both from the
 // dispatch keys. So an empty tensor with the same options is passed instead of a pending `self`.
 PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS
-  const auto original =
-      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_legacy_new));
-  if (!THPVariable_CheckExact(self)) return original(self, args, options);
-  const PendingTensor* pending = as_pending(THPVariable_Unpack(self));
-  if (pending == nullptr || !pending->is_pending()) return original(self, args, options);
+  const PendingTensor* pending =
+      THPVariable_CheckExact(self) ? as_pending(THPVariable_Unpack(self)) : nullptr;
+  if (pending == nullptr || !pending->is_pending())
+    return original_legacy_new.call(self, args, options);
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args); ++i) {
     PyObject* argument = PyTuple_GET_ITEM(args, i);
     PendingTensor* given =
@@ -117,31 +132,13 @@ PyObject* legacy_new(PyObject* self, PyObject* args, PyObject* options) {
     stand_in = at::empty({0}, THPVariable_Unpack(self).options().requires_grad(false));
   }
   const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(stand_in)));
-  return original(object.ptr(), args, options);
+  return original_legacy_new.call(object.ptr(), args, options);
   END_HANDLE_TH_ERRORS
 }
 
-void install_legacy_new() {
-  original_legacy_new = legacy_new_method()->ml_meth;
-  legacy_new_method()->ml_meth =
-      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&legacy_new));
-}
-
-void remove_legacy_new() { legacy_new_method()->ml_meth = original_legacy_new; }
-
 // --- torch._C._increment_version, which torch.autograd.graph.increment_version calls ---
 
-PyMethodDef* method_of_module(const char* name) {
-  const py::object function = py::module_::import("torch._C").attr(name);
-  return reinterpret_cast<PyCFunctionObject*>(function.ptr())->m_ml;
-}
-
-PyMethodDef* increment_version_method() {
-  static PyMethodDef* const method = method_of_module("_increment_version");
-  return method;
-}
-
-PyCFunction original_increment_version = nullptr;
+Replaced original_increment_version(function_of_module, "_increment_version");
 
 // Computes the tensors before PyTorch's function runs, because a pending tensor has no version
 // counter yet.
@@ -155,18 +152,8 @@ PyObject* increment_version(PyObject* module, PyObject* tensors) {
         THPVariable_Check(tensor) ? as_pending(THPVariable_Unpack(tensor)) : nullptr;
     if (pending != nullptr) ensure_real({pending}, "increment_version");
   }
-  return original_increment_version(module, all.ptr());
+  return original_increment_version.call(module, all.ptr());
   END_HANDLE_TH_ERRORS
-}
-
-void install_increment_version() {
-  PyMethodDef* method = increment_version_method();
-  original_increment_version = method->ml_meth;
-  method->ml_meth = increment_version;
-}
-
-void remove_increment_version() {
-  increment_version_method()->ml_meth = original_increment_version;
 }
 
 // --- Tensor.is_leaf and Tensor.grad_fn ---
@@ -178,12 +165,10 @@ class HistoryRead {
 
   void install(getter replacement) {
     if (property_ == nullptr) {
-      const py::object base = py::module_::import("torch._C").attr("TensorBase");
-      const py::object found = py::reinterpret_borrow<py::dict>(base.attr("__dict__"))[name_];
+      const py::object found = attribute_of_tensor(name_);
       property_ = reinterpret_cast<PyGetSetDescrObject*>(found.ptr())->d_getset;
     }
-    original_ = property_->get;
-    property_->get = replacement;
+    original_ = std::exchange(property_->get, replacement);
   }
   void remove() { property_->get = original_; }
   PyObject* original(PyObject* self, void* closure) const { return original_(self, closure); }
@@ -265,48 +250,16 @@ void remove_history_reads() {
 
 // --- reads of a tensor's memory without an op ---
 
+Replaced numpy_read(method_of_tensor, "numpy"), pointer_read(method_of_tensor, "data_ptr"),
+    storage_read(method_of_tensor, "untyped_storage");
+
 // Before code reads a tensor's memory without an op, all pending updates of this memory by captured
 // ops are completed (memory_updates.h).
-class RawRead {
- public:
-  explicit RawRead(const char* name) : name_(name) {}
-
-  void install(PyCFunction replacement) {
-    original_ = method()->ml_meth;
-    method()->ml_meth = replacement;
-  }
-  void remove() { method()->ml_meth = original_; }
-  PyCFunction finish(PyObject* self) const {
-    if (THPVariable_Check(self)) finish_updates(THPVariable_Unpack(self), name_);
-    return original_;
-  }
-
- private:
-  PyMethodDef* method() {
-    if (method_ == nullptr) method_ = method_of(name_);
-    return method_;
-  }
-
-  const char* name_;
-  PyMethodDef* method_ = nullptr;
-  PyCFunction original_ = nullptr;
-};
-
-RawRead numpy_read("numpy"), pointer_read("data_ptr"), storage_read("untyped_storage");
-
-template <RawRead& read>
-PyObject* read_with_arguments(PyObject* self, PyObject* args, PyObject* options) {
+template <Replaced& read>
+PyObject* read_raw(PyObject* self, auto... arguments) {
   HANDLE_TH_ERRORS
-  const auto original =
-      reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(read.finish(self)));
-  return original(self, args, options);
-  END_HANDLE_TH_ERRORS
-}
-
-template <RawRead& read>
-PyObject* read_alone(PyObject* self, PyObject* unused) {
-  HANDLE_TH_ERRORS
-  return read.finish(self)(self, unused);
+  if (THPVariable_Check(self)) finish_updates(THPVariable_Unpack(self), read.name());
+  return read.call(self, arguments...);
   END_HANDLE_TH_ERRORS
 }
 
@@ -326,69 +279,54 @@ PyObject* give_away(PyObject* tensor, bool unmarked, const Call& call) {
 
 PyObject* numpy(PyObject* self, PyObject* args, PyObject* options) {
   HANDLE_TH_ERRORS
-  return give_away(self, false,
-                   [&] { return read_with_arguments<numpy_read>(self, args, options); });
+  return give_away(self, false, [&] { return read_raw<numpy_read>(self, args, options); });
   END_HANDLE_TH_ERRORS
-}
-
-void install_raw_reads() {
-  const auto function = [](auto* f) {
-    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(f));
-  };
-  numpy_read.install(function(&numpy));
-  pointer_read.install(function(&read_alone<pointer_read>));
-  storage_read.install(function(&read_alone<storage_read>));
-}
-
-void remove_raw_reads() {
-  storage_read.remove();
-  pointer_read.remove();
-  numpy_read.remove();
 }
 
 // --- torch._C._to_dlpack and _to_dlpack_versioned, which Tensor.__dlpack__ calls ---
 
-class DlpackExport {
- public:
-  explicit DlpackExport(const char* name) : name_(name) {}
+Replaced dlpack(function_of_module, "_to_dlpack"),
+    versioned_dlpack(function_of_module, "_to_dlpack_versioned");
 
-  void install(PyCFunctionWithKeywords replacement) {
-    if (method_ == nullptr) method_ = method_of_module(name_);
-    original_ = method_->ml_meth;
-    method_->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(replacement));
-  }
-  void remove() { method_->ml_meth = original_; }
+template <Replaced& exported>
+PyObject* to_dlpack(PyObject* module, PyObject* args, PyObject* options) {
+  HANDLE_TH_ERRORS
+  PyObject* tensor = PyTuple_GET_SIZE(args) == 0 ? Py_None : PyTuple_GET_ITEM(args, 0);
+  return give_away(tensor, true, [&] { return exported.call(module, args, options); });
+  END_HANDLE_TH_ERRORS
+}
 
-  PyObject* call(PyObject* module, PyObject* args, PyObject* options) const {
-    HANDLE_TH_ERRORS
-    const auto original =
-        reinterpret_cast<PyCFunctionWithKeywords>(reinterpret_cast<void*>(original_));
-    PyObject* tensor = PyTuple_GET_SIZE(args) == 0 ? Py_None : PyTuple_GET_ITEM(args, 0);
-    return give_away(tensor, true, [&] { return original(module, args, options); });
-    END_HANDLE_TH_ERRORS
-  }
+// --- the table of replaced functions ---
 
- private:
-  const char* name_;
-  PyMethodDef* method_ = nullptr;
-  PyCFunction original_ = nullptr;
+template <class Function>
+PyCFunction as_method(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+struct Replacement {
+  Replaced& original;
+  PyCFunction function;
 };
 
-DlpackExport dlpack("_to_dlpack"), versioned_dlpack("_to_dlpack_versioned");
+const Replacement replacements[] = {
+    {original_new_tensor, as_method(&new_tensor)},
+    {original_legacy_new, as_method(&legacy_new)},
+    {original_increment_version, &increment_version},
+    {numpy_read, as_method(&numpy)},
+    {pointer_read, &read_raw<pointer_read, PyObject*>},
+    {storage_read, &read_raw<storage_read, PyObject*>},
+    {dlpack, as_method(&to_dlpack<dlpack>)},
+    {versioned_dlpack, as_method(&to_dlpack<versioned_dlpack>)},
+};
 
-template <DlpackExport& exported>
-PyObject* to_dlpack(PyObject* module, PyObject* args, PyObject* options) {
-  return exported.call(module, args, options);
+void install_replacements() {
+  for (const Replacement& replacement : replacements) {
+    replacement.original.install(replacement.function);
+  }
 }
 
-void install_dlpack() {
-  dlpack.install(&to_dlpack<dlpack>);
-  versioned_dlpack.install(&to_dlpack<versioned_dlpack>);
-}
-
-void remove_dlpack() {
-  versioned_dlpack.remove();
-  dlpack.remove();
+void remove_replacements() {
+  for (const Replacement& replacement : replacements) replacement.original.remove();
 }
 
 // A change that is active while a block is open.
@@ -405,12 +343,8 @@ Patch patches[] = {
     {install_module_attributes, remove_module_attributes, &module_attributes_switch},
     {install_direct_calls, remove_direct_calls, &direct_calls_switch},
     {install_number_tensors, remove_number_tensors, &number_tensors_switch},
-    {install_new_tensor, remove_new_tensor},
-    {install_increment_version, remove_increment_version},
+    {install_replacements, remove_replacements},
     {install_history_reads, remove_history_reads},
-    {install_raw_reads, remove_raw_reads},
-    {install_dlpack, remove_dlpack},
-    {install_legacy_new, remove_legacy_new},
     {install_in_place_calls, remove_in_place_calls},
     {install_custom_functions, remove_custom_functions},
     {install_script_functions, remove_script_functions},

@@ -1,6 +1,5 @@
 #include "python/fastpath/tensor_objects.h"
 
-#include "autobatch/capture/record_call.h"
 #include "autobatch/graph/pending_tensor.h"
 
 #include <torch/csrc/autograd/python_variable.h>

@@ -38,5 +38,11 @@ TEST_CASE("foreign memory: what pending ops read is copied before it is given aw
   CHECK(graph.tape().graph_inputs[graph.value(id).index].data.eq(1).all().item<bool>());
 }
 
+TEST_CASE("foreign memory: a copy of another dtype is no copy", "[graph]") {
+  CHECK(is_as_copied(at::zeros({3}), at::zeros({3})));
+  CHECK_FALSE(is_as_copied(at::zeros({3}), at::zeros({3}, at::kInt)));
+  CHECK_FALSE(is_as_copied(at::zeros({3}, at::kDouble), at::zeros({3})));
+}
+
 }  // namespace
 }  // namespace autobatch

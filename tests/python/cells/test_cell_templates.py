@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -172,6 +173,34 @@ def test_arguments_that_are_not_hashable() -> None:
     nested.append(nested)
     with ab.batch(), pytest.raises(RecursionError, match="nested too deeply"):
         called(torch.ones(2), nested)
+
+
+@dataclass(eq=False)
+class Linked:
+    h: Tensor
+    back: Any = None
+    forward: Any = None
+
+
+def test_arguments_that_contain_themselves() -> None:
+    """The function runs in each call, and its ops are captured."""
+    called = ab.cell(lambda node: node.forward.back.h * 2)
+    first, second = (Linked(x.requires_grad_()) for x in vectors(2))
+    first.forward, second.back = second, first
+    first.back = second.forward = first
+    with ab.batch() as scope:
+        found = [called(first) for _ in range(3)]
+        assert all(ab.is_pending(x) for x in found)
+    assert scope.report().batches == 1
+    torch.testing.assert_close(found, [first.h * 2] * 3)
+
+
+def test_tensors_as_keys() -> None:
+    called = ab.cell(lambda ranks: sum(key * rank for key, rank in ranks.items()))
+    x, y = vectors(2)
+    with ab.batch():
+        found = called({x: 2, y: 3})
+    torch.testing.assert_close(found, x * 2 + y * 3)
 
 
 def test_errors_pass_through() -> None:

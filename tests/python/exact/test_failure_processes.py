@@ -120,6 +120,34 @@ def test_failure_ctrl_c_during_a_read() -> None:
 
 
 @pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.filterwarnings("ignore:.*overrid")
+def test_failure_ctrl_c_at_max_pending() -> None:
+    """The flush at `max_pending` is interrupted. Its nodes do not run again, other nodes do."""
+    calls: list[int] = []
+
+    def interrupted(x: Tensor) -> Tensor:
+        calls.append(len(x))
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return x * 1
+
+    w, xs, results = weight(), inputs([2] * 40), []
+    with kernel(interrupted), torch.no_grad():
+        with pytest.raises(KeyboardInterrupt), ab.batch(max_pending=20):  # noqa: PT012
+            for x in xs:
+                results.append(F.linear(x, w).tanh())
+        assert len(results) < len(xs)
+        assert sum(calls) == len(results)
+        for result in results[: calls[0]]:
+            with pytest.raises(RuntimeError, match="never computed"):
+                result.tolist()
+    for result in results[calls[0] :]:
+        assert result.shape == (2, 3)
+        assert not is_pending(result)
+    works()
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("kind", ["hook", "function"])
 def test_failure_ctrl_c_during_backward(kind: str) -> None:
     """Python code that backward calls is interrupted. Other losses can be differentiated."""

@@ -360,6 +360,37 @@ def test_mutation_of_set_data() -> None:
     same(program)
 
 
+@pytest.mark.parametrize("to_view", [lambda d: d.t(), lambda d: d[:1]], ids=["transposed", "part"])
+def test_mutation_of_set_data_to_a_view_of_it(to_view: Callable[[Tensor], Tensor]) -> None:
+    """After `p.data = p.data.t()` the tensor has another geometry, but the same address."""
+
+    def program(block: Blocks) -> Any:
+        w, b, xs = rand(3, 3), rand(3, 3), [rand(3, 3) for _ in range(3)]
+        results = []
+        with block():
+            for x in xs:
+                results += [F.linear(x.tanh(), w), x.tanh() + b]
+            w.data, b.data = to_view(w.data), to_view(b.data)
+            for x in xs:
+                results += [F.linear(x.tanh(), w), x.tanh() + b]
+        return results, w, b
+
+    same(program)
+
+
+def test_mutation_of_a_parameters_data_to_a_view_of_it() -> None:
+    def program(block: Blocks) -> Any:
+        w, xs = weight(), inputs()
+        results = []
+        with block():
+            for x in xs:
+                results.append(F.linear(x.tanh(), w))
+                w.data = w.data.t()
+        return results, w
+
+    same(program)
+
+
 def test_mutation_of_nn_init() -> None:
     """Makes and initialises a module in the block."""
 

@@ -304,6 +304,19 @@ def test_the_value_at_the_check_counts(layer: nn.Linear) -> None:
         cases.overwritten(-soft(layer, inputs()[0]))
 
 
+def test_a_computed_value_that_was_written_to_waits(layer: nn.Linear) -> None:
+    """The read of the first value also computes the second one."""
+    with ab.batch(defer_checks=True) as scope:
+        xs = [torch.rand(2, 4, dtype=torch.float64) for _ in range(3)]
+        first, second, third = ((soft(layer, x) > 0).all() for x in xs)
+        assert first.tolist() is True
+        second.logical_and_(third.logical_not())
+        cases.refused(second)
+    assert scope.report().checks == 1
+    assert flushes(scope.report()) == 2
+    assert not second
+
+
 def test_what_a_check_keeps_is_not_made_real(layer: nn.Linear) -> None:
     """At the end, only the branch that raises refers to `x`."""
     results = []

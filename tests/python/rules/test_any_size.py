@@ -140,6 +140,11 @@ NORMS: dict[str, Case] = {
     "batch_norm_eval_without_weight": Case(
         lambda x: F.batch_norm(x.sin(), MEAN, VARIANCE), sequences, empty=False
     ),
+    "batch_norm_eval_of_slices": Case(
+        lambda x: F.batch_norm(x.sin()[..., 1:], MEAN, VARIANCE),
+        lambda n: rand(1, W, n, n + 2),
+        empty=False,
+    ),
     "batch_norm_of_one_sequence": Case(
         lambda w, b, x: F.batch_norm(x.sin(), None, None, w, b, training=True),
         sequence,
