@@ -1,5 +1,6 @@
 #include "autobatch/capture/number_operands.h"
 
+#include "autobatch/cells/cell_template.h"
 #include "autobatch/common/compat.h"
 #include "autobatch/graph/pending_tensor.h"
 #include "autobatch/graph/thread_state.h"
@@ -32,6 +33,7 @@ const OpInfo* pass_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::
   VaryingNumbers& numbers = scope.tables().numbers;
   const CaptureState& state = CaptureState::current();
   if (numbers.empty() || state.formula != nullptr) return nullptr;
+  if (state.trace != nullptr && !state.trace->passes_numbers()) return nullptr;
   const auto arguments = torch::jit::last(*stack, op.num_arguments);
   const std::optional<NumberArgument> number = find_number(op, arguments);
   if (!number.has_value() || !numbers.contains(*number->of_nodes)) return nullptr;

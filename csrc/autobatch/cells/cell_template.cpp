@@ -98,7 +98,7 @@ bool CellTemplate::apply(Scope& scope, at::ArrayRef<at::Tensor> inputs,
 }
 
 bool CellTemplate::holds_varying_number(const VaryingNumbers& numbers) const {
-  if (numbers_version_ == numbers.version()) return false;
+  if (!passes_numbers_ || numbers_version_ == numbers.version()) return false;
   for (const Step& step : steps_) {
     if (step.cached.signature != nullptr && numbers.contains(*step.cached.signature)) return true;
   }
@@ -269,13 +269,14 @@ std::vector<at::Tensor> CellTemplate::weights() const {
   return out;
 }
 
-CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs)
+CellTrace::CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs, bool may_have_subgraph)
     : scope_(scope), outer_(std::exchange(capture_state.trace, this)) {
   for (const at::Tensor& input : inputs) {
     numbers_.try_emplace(input.unsafeGetTensorImpl(), static_cast<uint32_t>(inputs_.size()));
     inputs_.push_back(input);
   }
   made_->input_is_weight_.resize(inputs.size());
+  made_->passes_numbers_ = !may_have_subgraph;
 }
 
 CellTrace::~CellTrace() {
@@ -419,8 +420,7 @@ std::unique_ptr<CellTemplate> CellTrace::finish(at::ArrayRef<at::Tensor> outputs
       graph.weight_value_of(weight.tensor);
       weight.is_weight = is_weight(graph, weight.tensor);
     }
-    weight.geometry =
-        scope_.graph().geometries().intern(weight.tensor.sizes(), weight.tensor.strides());
+    weight.geometry = graph.geometries().intern(weight.tensor.sizes(), weight.tensor.strides());
     weight.requires_grad = weight.tensor.requires_grad();
     weight.dtype = weight.tensor.scalar_type();
     const ValueId id = as_pending(weight.tensor) ? kNone : graph.find_graph_input(weight.tensor);

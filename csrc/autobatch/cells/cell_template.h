@@ -141,7 +141,7 @@ class CellTemplate {
 
   // Sets `compact_` if the steps can run as one node.
   void make_compact(Scope& scope, CellFunction& function, at::ArrayRef<at::Tensor> inputs);
-  // Whether a number in a signature varies since the trace (graph/varying_numbers.h).
+  // Whether a number in a signature varies since the trace, and should be passed as a tensor.
   bool holds_varying_number(const VaryingNumbers& numbers) const;
   // Returns the values of the tensors with these numbers.
   static c10::SmallVector<ValueId, 16> values_of(at::ArrayRef<uint32_t> numbers,
@@ -178,6 +178,7 @@ class CellTemplate {
   mutable uint64_t known_numbering_ = ~uint64_t{0};
   // The value of Graph::numbering() when the gradient edges of the weights were last recorded.
   mutable uint64_t asked_numbering_ = ~uint64_t{0};
+  bool passes_numbers_ = false;           // CellTrace::passes_numbers()
   mutable uint64_t numbers_version_ = 0;  // VaryingNumbers::version() that was last examined
   std::vector<uint8_t> input_is_weight_;
   std::vector<uint32_t> outputs_;
@@ -188,7 +189,9 @@ class CellTemplate {
 // trace.
 class CellTrace {
  public:
-  AUTOBATCH_INTERNAL CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs);
+  // `may_have_subgraph`: whether finish() may give the template a subgraph.
+  AUTOBATCH_INTERNAL CellTrace(Scope& scope, at::ArrayRef<at::Tensor> inputs,
+                               bool may_have_subgraph = true);
   AUTOBATCH_INTERNAL ~CellTrace();
   CellTrace(const CellTrace&) = delete;
   CellTrace& operator=(const CellTrace&) = delete;
@@ -201,6 +204,10 @@ class CellTrace {
   // Marks the trace as failed because the function has read a tensor's value. The rest of the call
   // may depend on the value.
   static void note_read(const std::string& what);
+
+  // Whether numbers that vary are passed as tensors (graph/varying_numbers.h). In a subgraph, they
+  // stay numbers.
+  bool passes_numbers() const { return made_->passes_numbers_; }
 
   void add(const OpInfo& op, const CallKey& key, const CachedCall& cached,
            at::ArrayRef<at::Tensor> results);

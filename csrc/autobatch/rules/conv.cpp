@@ -1,8 +1,9 @@
 // Convolutions. If all instances have the same weight, instances of one size, [C, ..] or [N, C,
-// ..], run as one call over the batch dimension. Sequences of different lengths also run as one
-// call. For this call, all sequences are copied into one buffer, each together with its padding.
-// Results whose window covers parts of two sequences are discarded. If each instance has its own
-// weight, instances of one size run as one call with a group of channels for each instance.
+// ..], run as one call over the batch dimension. Instances whose sizes differ in one dimension
+// (sequences, lines of text) also run as one call. For this call, all instances are copied into one
+// buffer, one after another in this dimension, each together with its padding. Results whose window
+// covers parts of two instances are discarded. If each instance has its own weight, instances of
+// one size run as one call with a group of channels for each instance.
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
@@ -86,49 +87,69 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
   return room < 0 ? 0 : room / w.stride[d] + 1;
 }
 
-// The positions of sequences that are joined in one buffer [1, C, total], and the positions of
-// their results in a buffer [1, C', result_total]. There are zeros before and after each sequence.
-// The zeros before a sequence start at a multiple of the stride.
+// The positions of images that are joined in one buffer [1, C, ..], and the positions of their
+// results in a buffer [1, C', ..]. An image is [C, ..]; a member has one or several images. There
+// are zeros before and after each image. The zeros before an image start at a multiple of the
+// stride.
 struct Joined {
-  std::vector<int64_t> starts, result_starts;  // by sequence: its position
-  int64_t total = 0, result_total = 0;
+  size_t dim = 0;  // number of the spatial dimension in which the images are joined
+  std::vector<int64_t> starts, result_starts;  // by image: its position
+  int64_t total = 0, result_total = 0;         // sizes of the buffers in this dimension
 };
 
-Joined join(const BatchView& batch, const Window& window) {
-  Joined joined;
-  const int64_t stride = window.stride[0], padding = window.padding[0];
+// Returns how many images a tensor with these sizes has.
+int64_t num_images(const std::vector<int64_t>& sizes, size_t dims) {
+  return sizes.size() == dims + 2 ? sizes[0] : 1;
+}
+
+Joined join(const BatchView& batch, const Window& window, size_t dim) {
+  const size_t dims = window.stride.size();
+  Joined joined{.dim = dim, .starts = {}, .result_starts = {}};
+  const int64_t stride = window.stride[dim], padding = window.padding[dim];
   for (int64_t m = 0; m < batch.size(); ++m) {
     const auto& x = batch.operand_value(m, kInput).geometry->sizes;
-    for (int64_t i = 0; i < (x.size() == 3 ? x[0] : 1); ++i) {
+    const int64_t length = x[x.size() - dims + dim];
+    for (int64_t i = 0; i < num_images(x, dims); ++i) {
       joined.starts.push_back(joined.total + padding);
       joined.result_starts.push_back(joined.total / stride);
-      joined.total += (x.back() + 2 * padding + stride - 1) / stride * stride;
+      joined.total += (length + 2 * padding + stride - 1) / stride * stride;
     }
   }
-  const int64_t kernel = batch.operand_value(0, kWeight).geometry->sizes[2];
-  joined.result_total = (joined.total - window.dilation[0] * (kernel - 1) - 1) / stride + 1;
+  const int64_t kernel = batch.operand_value(0, kWeight).geometry->sizes[2 + dim];
+  joined.result_total = (joined.total - window.dilation[dim] * (kernel - 1) - 1) / stride + 1;
   return joined;
 }
 
-// Pairs of regions. The first region of a pair is a sequence's place in `buffer`, [1, C, total].
-// The second region is the sequence's place in its member, [C, length].
+// Returns the sizes [1, channels, ..] of a buffer. The sizes of `member` are [(N,) C, ..].
+at::DimVector buffer_sizes(const std::vector<int64_t>& member, const Joined& joined, size_t dims,
+                           int64_t total) {
+  at::DimVector sizes{1};
+  sizes.append(member.end() - static_cast<int64_t>(dims) - 1, member.end());
+  sizes[2 + joined.dim] = total;
+  return sizes;
+}
+
+// Pairs of regions. The first region of a pair is an image's place in `buffer`, [1, C, ..]. The
+// second region is the image's place in its member, [C, ..].
 struct Pairs {
   GeometryTable geometries;
   Regions joined, members;
 
-  // Adds the sequences of one member. `whole` is the member's region, [C, length] or [N, C,
-  // length]. starts[next] is the position of the member's first sequence. The function increases
-  // `next` by the number of the member's sequences.
-  void add(const Tensor& buffer, const Region& whole, const std::vector<int64_t>& starts,
-           size_t& next) {
+  // Adds the images of one member. `whole` is the member's region, [(N,) C, ..]. starts[next] is
+  // the position of the member's first image. The function increases `next` by the number of the
+  // member's images.
+  void add(const Tensor& buffer, const Region& whole, size_t dim,
+           const std::vector<int64_t>& starts, size_t& next) {
     const Geometry& g = *whole.geometry;
-    const size_t channel = g.sizes.size() - 2;
-    const int64_t sizes[] = {g.sizes[channel], g.sizes[channel + 1]};
-    const int64_t strides[] = {g.strides[channel], g.strides[channel + 1]};
-    const int64_t joined_strides[] = {buffer.size(2), 1};
-    for (int64_t i = 0; i < (channel == 1 ? g.sizes[0] : 1); ++i) {
-      const int64_t offset = channel == 1 ? i * g.strides[0] : 0;
-      joined.push_back({&buffer, starts[next++], geometries.intern(sizes, joined_strides)});
+    const auto dims = static_cast<size_t>(buffer.dim()) - 2;
+    const bool has_images = g.sizes.size() == dims + 2;
+    const at::IntArrayRef sizes = at::IntArrayRef(g.sizes).slice(has_images ? 1 : 0);
+    const at::IntArrayRef strides = at::IntArrayRef(g.strides).slice(has_images ? 1 : 0);
+    const at::IntArrayRef joined_strides = buffer.strides().slice(1);
+    for (int64_t i = 0; i < num_images(g.sizes, dims); ++i) {
+      const int64_t offset = has_images ? i * g.strides[0] : 0;
+      joined.push_back({&buffer, starts[next++] * joined_strides[dim + 1],
+                        geometries.intern(sizes, joined_strides)});
       members.push_back({whole.buffer, whole.offset + offset, geometries.intern(sizes, strides)});
     }
   }
@@ -177,14 +198,15 @@ class ConvolutionRule final : public Rule {
       return at::convolution(x, weight, bias, window.stride, padding, window.dilation,
                              entry_.transposed, window.output_padding, window.groups);
     };
-    if (are_joined(batch)) {
-      const Joined joined = join(batch, window);
-      const Tensor out = convolve(joined_input(batch, joined), {0}).contiguous();
+    if (const std::optional<size_t> dim = joined_dim(batch)) {
+      const Joined joined = join(batch, window, *dim);
+      const Tensor x = joined_input(batch, joined);
+      const Tensor out = convolve(x, without_padding(window, *dim)).contiguous();
       Pairs pairs;
       size_t next = 0;
       for (int64_t m = 0; m < batch.size(); ++m) {
         const Region place = batch.result_region(m, 0);
-        pairs.add(out, place, joined.result_starts, next);
+        pairs.add(out, place, *dim, joined.result_starts, next);
       }
       copy_regions(pairs.joined, pairs.members);
       return;
@@ -210,7 +232,8 @@ class ConvolutionRule final : public Rule {
       if (wanted[2]) batch.add_single(kBias, gb);
       return gx;
     };
-    if (!are_joined(batch)) {
+    const std::optional<size_t> dim = joined_dim(batch);
+    if (!dim.has_value()) {
       for (const Members& members : groups_of(batch)) {
         const Tensor g = merged(gradients_of(batch, 0, members)).contiguous();
         const Tensor gx = differentiate(g, input(batch, members), window.padding);
@@ -218,15 +241,18 @@ class ConvolutionRule final : public Rule {
       }
       return;
     }
-    const Joined joined = join(batch, window);
-    const Tensor g = at::zeros({1, outputs, joined.result_total}, weight.options());
+    const Joined joined = join(batch, window, *dim);
+    const auto& result = batch.result_value(0, 0).geometry->sizes;
+    const Tensor g =
+        at::zeros(buffer_sizes(result, joined, entry_.dims, joined.result_total), weight.options());
     Pairs results;
     size_t next = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {
-      results.add(g, batch.grad_region(m, 0), joined.result_starts, next);
+      results.add(g, batch.grad_region(m, 0), *dim, joined.result_starts, next);
     }
     copy_regions(results.members, results.joined);
-    const Tensor gx = differentiate(g, joined_input(batch, joined), {0});
+    const Tensor x = joined_input(batch, joined);
+    const Tensor gx = differentiate(g, x, without_padding(window, *dim));
     if (wanted[0]) add_joined(batch, joined, gx.contiguous());
   }
 
@@ -345,36 +371,57 @@ class ConvolutionRule final : public Rule {
     }
   }
 
-  // --- sequences of different lengths ---
+  // --- instances whose sizes differ in one spatial dimension ---
 
-  bool are_joined(const BatchView& batch) const {
-    return entry_.dims == 1 && !entry_.transposed && !batch.uniform_result(0);
+  // Returns the number of the dimension in which the instances are joined. Returns nothing if all
+  // sizes are equal or differ in several spatial dimensions.
+  std::optional<size_t> joined_dim(const BatchView& batch) const {
+    if (entry_.transposed || batch.uniform_result(0)) return {};
+    std::optional<size_t> found;
+    const auto& first = batch.operand_value(0, kInput).geometry->sizes;
+    for (size_t d = 0; d < entry_.dims; ++d) {
+      const size_t at = first.size() - entry_.dims + d;
+      bool differs = false;
+      for (int64_t m = 1; m < batch.size() && !differs; ++m) {
+        differs = batch.operand_value(m, kInput).geometry->sizes[at] != first[at];
+      }
+      if (differs && found.has_value()) return {};
+      if (differs) found = d;
+    }
+    return found.value_or(0);
   }
 
-  static Tensor joined_input(const BatchView& batch, const Joined& joined) {
-    const Value& w = batch.operand_value(0, kWeight);
+  // Returns the padding of the call on the buffer, which contains the padding in dimension `dim`.
+  static at::DimVector without_padding(const Window& window, size_t dim) {
+    at::DimVector padding = window.padding;
+    padding[dim] = 0;
+    return padding;
+  }
+
+  Tensor joined_input(const BatchView& batch, const Joined& joined) const {
     const auto& x = batch.operand_value(0, kInput).geometry->sizes;
-    const Tensor out = at::zeros({1, x[x.size() - 2], joined.total}, w.options());
+    const Tensor out = at::zeros(buffer_sizes(x, joined, entry_.dims, joined.total),
+                                 batch.operand_value(0, kWeight).options());
     Pairs pairs;
     size_t next = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {
       const Region region = batch.operand_region(m, kInput);
-      pairs.add(out, region, joined.starts, next);
+      pairs.add(out, region, joined.dim, joined.starts, next);
     }
     copy_regions(pairs.members, pairs.joined);
     return out;
   }
 
-  static void add_joined(BackwardBatch& batch, const Joined& joined, const Tensor& gradient) {
+  void add_joined(BackwardBatch& batch, const Joined& joined, const Tensor& gradient) const {
     Pairs pairs;
     size_t next = 0;
     for (int64_t m = 0; m < batch.size(); ++m) {
       const ValueId id = batch.operand(m, kInput);
       const auto& sizes = batch.operand_value(m, kInput).geometry->sizes;
       if (batch.wanted(id)) {
-        pairs.add(gradient, batch.target(m, id), joined.starts, next);
+        pairs.add(gradient, batch.target(m, id), joined.dim, joined.starts, next);
       } else {
-        next += static_cast<size_t>(sizes.size() == 3 ? sizes[0] : 1);
+        next += static_cast<size_t>(num_images(sizes, entry_.dims));
       }
     }
     add_regions(pairs.joined, pairs.members);

@@ -187,7 +187,7 @@ class Use {
   // Runs the function although there is a template. Raises an error if the captured ops or the
   // result differ from the template.
   PyObject* check(const CellTemplate& known) {
-    CellTrace trace(scope_, inputs_.tensors());
+    CellTrace trace(scope_, inputs_.tensors(), !lasting());
     auto result = py::reinterpret_steal<py::object>(plain());
     if (!result) return nullptr;
     OutputSpec spec;
@@ -208,7 +208,7 @@ class Use {
   }
 
   PyObject* trace() {
-    CellTrace trace(scope_, inputs_.tensors());
+    CellTrace trace(scope_, inputs_.tensors(), !lasting());
     auto result = py::reinterpret_steal<py::object>(plain());
     if (!result) return nullptr;
     if (!lasting()) trace.check_no_read(name_of(cell_));

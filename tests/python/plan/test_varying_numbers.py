@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -128,7 +129,17 @@ def test_numbers_that_did_not_occur_before_join_the_batch() -> None:
     assert scope.report().batches < 6
 
 
+def in_new_thread(function: Callable[[], None]) -> None:
+    """Calls a function in a thread for which no numbers are known to vary."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(function).result()
+
+
 def test_a_number_that_all_examples_share_stays_a_number() -> None:
+    in_new_thread(share_a_number)
+
+
+def share_a_number() -> None:
     linear = layer()
     for _ in range(3):
         before = uses(SWITCH)
@@ -144,11 +155,24 @@ def test_a_number_that_all_examples_share_stays_a_number() -> None:
     assert uses(SWITCH) - before == len(NUMBERS)
 
 
-def test_numbers_of_successive_steps_stay_numbers() -> None:
+@pytest.mark.parametrize("others_vary", [False, True])
+def test_numbers_of_successive_steps_stay_numbers(others_vary: bool) -> None:
     """All examples have the same number at one step, so their nodes share a batch anyway."""
+
+    def run() -> None:
+        for block in range(3 if others_vary else 0):
+            with ab.batch(adaptive=False):
+                kept = [layer()(x[:1]) * (block + i / 31) for i, x in enumerate(examples())]
+            assert kept
+        take_steps()
+
+    in_new_thread(run)
+
+
+def take_steps() -> None:
     linear = layer()
-    before = uses(SWITCH)
     for _ in range(3):
+        before = uses(SWITCH)
         with ab.batch(adaptive=False) as scope:
             states = [linear(x[:1]) for x in examples()]
             for step in range(12):

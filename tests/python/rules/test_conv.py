@@ -25,6 +25,16 @@ def check_native(
     assert sum(s.batches for s in convolutions) == batches, report
 
 
+def calls_of(op: str, function: Callable[[], list[Tensor]]) -> int:
+    """Returns how often a flush calls the op."""
+    with ab.batch(adaptive=False) as scope:
+        kept = function()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            scope.flush()
+    assert kept
+    return sum(event.name == op for event in profile.events())
+
+
 # --- images of one size ---
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -151,6 +161,47 @@ def test_lengths(name: str, lead: tuple[int, ...], dtype: torch.dtype) -> None:
     options = OPTIONS[name]
     check_native(lambda w, b, x: F.conv1d(x, w, b, **options), xs, [weight, bias])
     check_native(lambda w, x: F.conv1d(x.sin(), w, **options), xs, [weight])
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2,)], ids=["C", "1C", "2C"])
+@pytest.mark.parametrize("axis", ["height", "width"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_images_that_differ_in_one_size_are_one_call(
+    name: str, axis: str, lead: tuple[int, ...]
+) -> None:
+    xs = [rand(*lead, 3, *((t, 8) if axis == "height" else (8, t))) for t in LENGTHS]
+    weight, bias = rand(4, 3, 3, 3), rand(4)
+    options = OPTIONS[name]
+
+    def convolve(w: Tensor, b: Tensor, x: Tensor) -> Tensor:
+        return F.conv2d(x, w, b, **options)
+
+    check_native(convolve, xs, [weight, bias])
+    check_native(lambda w, x: F.conv2d(x.sin(), w, **options), xs, [weight])
+    parameters = weight.clone().requires_grad_(), bias.clone().requires_grad_()
+    assert calls_of("aten::convolution", lambda: [convolve(*parameters, x) for x in xs]) == 1
+
+
+def test_other_dimensions_of_images() -> None:
+    options = {"stride": (2, 1, 3), "padding": (0, 2, 1), "dilation": (1, 2, 1)}
+    for axis in range(3):
+        sizes = [[8, 8, 8] for _ in LENGTHS]
+        for size, t in zip(sizes, LENGTHS, strict=True):
+            size[axis] = t
+        xs = [rand(2, *size) for size in sizes]
+        check_native(lambda w, x: F.conv3d(x, w, **options), xs, [rand(3, 2, 2, 3, 2)])  # type: ignore[arg-type]
+
+
+def test_kernels_over_whole_words() -> None:
+    """The convolutions of Kim (2014, arXiv:1408.5882), as they are usually written."""
+    xs = [rand(t, 5) for t in LENGTHS]
+
+    def pooled(*arguments: Tensor) -> Tensor:
+        *weights, x = arguments
+        maps = [F.conv2d(x[None, None], w).squeeze(3).relu() for w in weights]
+        return torch.cat([F.max_pool1d(m, m.size(2)).squeeze(2) for m in maps], 1)
+
+    check_native(pooled, xs, [rand(4, 1, k, 5) for k in (2, 3, 4)], batches=3)
 
 
 def test_lengths_transposed() -> None:
