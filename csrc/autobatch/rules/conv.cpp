@@ -22,6 +22,10 @@ struct Convolution {
   bool named_padding = false;  // whether the padding is "valid" or "same"
 };
 
+// The mean number of elements of an instance, up to which images are joined. Copying so many
+// elements takes about as long as the call of a convolution, without its arithmetic.
+constexpr int64_t kMostCopied = 8192;
+
 constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // argument and operand numbers
 
 // The stride, padding and similar arguments of a call, one number for each spatial dimension.
@@ -374,9 +378,11 @@ class ConvolutionRule final : public Rule {
   // --- instances whose sizes differ in one spatial dimension ---
 
   // Returns the number of the dimension in which the instances are joined. Returns nothing if all
-  // sizes are equal or differ in several spatial dimensions.
+  // sizes are equal or differ in several spatial dimensions, or if the copies would take longer
+  // than a call for each size.
   std::optional<size_t> joined_dim(const BatchView& batch) const {
     if (entry_.transposed || batch.uniform_result(0)) return {};
+    if (entry_.dims > 1 && copied_elements(batch) > batch.size() * kMostCopied) return {};
     std::optional<size_t> found;
     const auto& first = batch.operand_value(0, kInput).geometry->sizes;
     for (size_t d = 0; d < entry_.dims; ++d) {
@@ -389,6 +395,16 @@ class ConvolutionRule final : public Rule {
       if (differs) found = d;
     }
     return found.value_or(0);
+  }
+
+  // Returns the number of elements that are copied into and out of the buffers.
+  static int64_t copied_elements(const BatchView& batch) {
+    int64_t copied = 0;
+    for (int64_t m = 0; m < batch.size(); ++m) {
+      copied += batch.operand_value(m, kInput).geometry->numel;
+      copied += batch.result_value(m, 0).geometry->numel;
+    }
+    return copied;
   }
 
   // Returns the padding of the call on the buffer, which contains the padding in dimension `dim`.
