@@ -231,6 +231,32 @@ void segment_sum_of(const Tensor& matrix, const Tensor& indices, const Counts& c
   });
 }
 
+namespace {
+
+// Repeats the rows. A row has the size of T.
+template <class T>
+void fill_segments(const Tensor& rows, const Counts& counts, const Tensor& out) {
+  const auto* row = static_cast<const T*>(rows.const_data_ptr());
+  auto* to = static_cast<T*>(out.mutable_data_ptr());
+  for_each_segment(counts, 1, [&](int64_t s, int64_t start) {
+    std::fill_n(to + start, counts[static_cast<size_t>(s)], row[s]);
+  });
+}
+
+// Repeats rows of any size.
+void copy_into_segments(const Tensor& rows, const Counts& counts, const Tensor& out) {
+  const auto bytes = static_cast<int64_t>(rows.element_size()) * rows.size(1);
+  const char* row = static_cast<const char*>(rows.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  for_each_segment(counts, rows.size(1), [&](int64_t s, int64_t start) {
+    for (int64_t r = 0; r < counts[static_cast<size_t>(s)]; ++r) {
+      std::memcpy(to + (start + r) * bytes, row + s * bytes, static_cast<size_t>(bytes));
+    }
+  });
+}
+
+}  // namespace
+
 Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
   if (all_equal(counts, 1)) return rows;
   if (!has_host_memory(rows.device())) {
@@ -240,14 +266,19 @@ Tensor repeat_rows(const Tensor& rows, const Counts& counts) {
   for (int64_t c : counts) total += c;
   const Tensor from = rows.contiguous();
   const Tensor out = pooled_empty({total, rows.size(1)}, rows.options());
-  const auto bytes = static_cast<int64_t>(rows.element_size()) * rows.size(1);
-  const char* row = static_cast<const char*>(from.const_data_ptr());
-  char* to = static_cast<char*>(out.mutable_data_ptr());
-  for_each_segment(counts, rows.size(1), [&](int64_t s, int64_t start) {
-    for (int64_t r = 0; r < counts[s]; ++r) {
-      std::memcpy(to + (start + r) * bytes, row + s * bytes, static_cast<size_t>(bytes));
-    }
-  });
+  switch (static_cast<int64_t>(rows.element_size()) * rows.size(1)) {
+    case 2:
+      fill_segments<uint16_t>(from, counts, out);
+      break;
+    case 4:
+      fill_segments<uint32_t>(from, counts, out);
+      break;
+    case 8:
+      fill_segments<uint64_t>(from, counts, out);
+      break;
+    default:
+      copy_into_segments(from, counts, out);
+  }
   return out;
 }
 

@@ -42,9 +42,10 @@ class AffineRule final : public Rule, public WeightGroups {
   bool capture(NodeBuilder& builder) const override {
     if (!is_weight(builder)) return false;
     const Value x = builder.operand(entry_.x);
-    const Value w = builder.weight(entry_.weight);
     const auto& sizes = x.geometry->sizes;
-    if (w.geometry->dim() != 2 || !fits(builder, sizes)) return false;
+    // Must come before weight(), because data that is a weight in the graph stays one.
+    if (builder.tensor(entry_.weight).dim() != 2 || !fits(builder, sizes)) return false;
+    const Value w = builder.weight(entry_.weight);
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];
     const int64_t m = w.geometry->sizes[entry_.transposed ? 0 : 1];
     if ((entry_.column ? sizes.front() : sizes.back()) != k || k == 0 || m == 0) return false;

@@ -453,3 +453,29 @@ def test_what_a_mask_and_sizes_alone_give_in_one_program(bodies):
         return h[chosen].sum(0) * 2 + h[places].mean(0)
 
     check(function, rows(3, 5, 3, 5), bodies)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x, w: x @ (w - w.t()),
+        lambda x, w: x @ (w - w.t()).t(),
+        lambda x, w: torch.mm(x, w * 2),
+        lambda x, w: torch.matmul(x, w.softmax(0)),
+    ],
+)
+def test_data_times_a_computed_matrix(bodies, product):
+    """A rule for `matrix @ column` must not treat the data as a weight, and then refuse the call."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(4, 4))
+
+    def function(x):
+        return (product(x, weight) + 1).tanh() * 2 + x
+
+    cell = ab.cell(function, dynamic=True)
+    xs = [torch.randn(n, 4) for n in (2, 3, 5, 2, 3, 5)]
+    for _ in range(3):
+        with ab.batch(adaptive=False):
+            found = [cell(x) for x in xs]
+        torch.testing.assert_close(found, [function(x) for x in xs])
+    assert uses(bodies) > 8
