@@ -7,7 +7,6 @@
 #include "autobatch/graph/varying_numbers.h"
 #include "autobatch/scope/scope.h"
 
-#include <ATen/ScalarOps.h>
 #include <ATen/ops/result_type.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -30,22 +29,20 @@ bool fits(const c10::Scalar& number, c10::ScalarType dtype) {
 }  // namespace
 
 const OpInfo* pass_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack) {
-  VaryingNumbers& numbers = scope.tables().numbers;
   const CaptureState& state = CaptureState::current();
-  if (numbers.empty() || state.formula != nullptr) return nullptr;
+  if (!varying_numbers_switch.is_on() || state.formula != nullptr) return nullptr;
   if (state.trace != nullptr && !state.trace->passes_numbers()) return nullptr;
   const auto arguments = torch::jit::last(*stack, op.num_arguments);
   const std::optional<NumberArgument> number = find_number(op, arguments);
-  if (!number.has_value() || !numbers.contains(*number->of_nodes)) return nullptr;
-  const c10::IValue& other = arguments[number->other];
-  if (!other.isTensor() || as_pending(other.toTensor()) == nullptr) return nullptr;
-  const at::Tensor& tensor = other.toTensor();
+  if (!number.has_value() || !arguments[number->other].isTensor()) return nullptr;
+  const at::Tensor& tensor = arguments[number->other].toTensor();
+  if (as_pending(tensor) == nullptr && !state.captures_data) return nullptr;
+  VaryingNumbers& numbers = scope.tables().numbers;
+  if (!numbers.is_passed_as_tensor(*number)) return nullptr;
   const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
   const c10::ScalarType dtype = at::result_type(tensor, number->value);
   if (!tensor.device().is_cpu() || !fits(number->value, dtype)) return nullptr;
-  if (!numbers.is_passed_as_tensor(*number)) return nullptr;
-  torch::jit::peek(*stack, number->index, op.num_arguments) =
-      at::detail::scalar_tensor_static(number->value, dtype, c10::kCPU);
+  torch::jit::peek(*stack, number->index, op.num_arguments) = numbers.tensor(number->value, dtype);
   varying_numbers_switch.add_uses(1);
   return number->with_tensor;
 }

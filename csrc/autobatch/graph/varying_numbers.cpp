@@ -1,7 +1,11 @@
 #include "autobatch/graph/varying_numbers.h"
 
+#include <ATen/ScalarOps.h>
+#include <c10/core/InferenceMode.h>
+
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <string>
 
@@ -13,11 +17,11 @@ namespace {
 
 // If so many numbers of an op vary, unknown numbers of the op probably vary too.
 constexpr size_t kManyVarying = 32;
-// Maximum number of numbers of an op whose state is kept.
+// Maximum number of entries of the tables.
 constexpr size_t kMostKnown = 4096;
-// Numbers of guesses that are examined together. After the last examination, guesses are assumed to
-// be right.
-constexpr size_t kFewestGuesses = 8, kMostGuesses = 4096;
+// After so many guesses, calls with the number are captured as usual, so that a flush can find out
+// whether the number varies.
+constexpr uint32_t kMostGuesses = 32;
 
 constexpr size_t kEither = SIZE_MAX;  // the number is the first or the second argument
 
@@ -28,10 +32,10 @@ struct Form {
 };
 
 // Ops that are called with a number in place of a tensor: `x * n` calls aten::mul.Tensor.
-constexpr std::array kTensorOps{"add", "sub", "mul", "div", "remainder", "fmod"};
+constexpr std::array kTensorOps{"add", "sub", "mul", "div", "remainder"};
 // Ops with an overload for a number.
-constexpr std::array kScalarOps{"add", "sub", "mul", "div", "eq",        "ne",
-                                "lt",  "le",  "gt",  "ge",  "remainder", "fmod"};
+constexpr std::array kScalarOps{"add", "sub", "mul", "div", "eq",       "ne",
+                                "lt",  "le",  "gt",  "ge",  "remainder"};
 
 using Forms = std::unordered_map<const OpInfo*, Form>;
 
@@ -48,7 +52,6 @@ Forms make_forms() {
   Forms forms;
   for (const char* op : kTensorOps) add_forms(forms, "aten::" + std::string(op), "Tensor", kEither);
   for (const char* op : kScalarOps) add_forms(forms, "aten::" + std::string(op), "Scalar", 1);
-  add_forms(forms, "aten::masked_fill", "Scalar", 2);
   const OpInfo& floor_divide = find_op("aten::floor_divide", "");
   forms[&floor_divide] = {&floor_divide, &floor_divide, kEither, 0};
   const OpInfo& rsub = find_op("aten::rsub", "Scalar");
@@ -92,7 +95,8 @@ std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IV
     number.value = arguments[form.index].toScalar();
   }
   if (number.value.isSymbolic() || number.value.isBoolean() || number.value.isComplex()) return {};
-  if (std::isnan(number.value.toDouble())) return {};
+  // Sums in Python begin with `0 + x`, and such sums are fused (plan/fuse_sums.h).
+  if (std::isnan(number.value.toDouble()) || number.value.equal(0)) return {};
   return number;
 }
 
@@ -104,30 +108,45 @@ VaryingNumbers::State VaryingNumbers::state(const OpInfo& op, double number) con
 }
 
 bool VaryingNumbers::is_passed_as_tensor(const NumberArgument& number) {
-  const auto found = ops_.find(number.of_nodes);
-  if (found == ops_.end()) return false;
-  Numbers& numbers = found->second;
   const double value = number.value.toDouble();
-  const auto known = numbers.states.find(value);
-  if (known != numbers.states.end()) return known->second == State::kVarying;
-  if (numbers.num_varying < kManyVarying) return false;
-  if (numbers.examined_at <= kMostGuesses) {
-    ++numbers.num_guesses;
-    numbers.guesses[value] = value;
-    numbers.guesses[static_cast<float>(value)] = value;
+  const auto found = ops_.find(number.of_nodes);
+  const State known = found == ops_.end() ? State::kUnknown : state(*number.of_nodes, value);
+  if (known != State::kUnknown) return known == State::kVarying;
+  std::unordered_set<double>& in_signatures = in_signatures_[number.of_nodes];
+  if (in_signatures.size() >= kMostKnown) in_signatures.clear();
+  const bool may_vary = found != ops_.end() && found->second.num_varying >= kManyVarying;
+  if (may_vary && in_signatures.count(value) == 0) {
+    auto& guesses = found->second.guesses;
+    if (guesses.size() >= kMostKnown) guesses.clear();
+    if (++guesses[value] <= kMostGuesses) return true;
   }
-  return true;
+  in_signatures.insert(value);
+  return false;
 }
 
-void VaryingNumbers::add_varying(const OpInfo& op, const OpInfo& with_tensor, double number,
-                                 at::ArrayRef<const Signature*> signatures) {
-  signatures_.insert(signatures.begin(), signatures.end());
+at::Tensor VaryingNumbers::tensor(const c10::Scalar& number, c10::ScalarType dtype) {
+  const bool is_integer = number.isIntegral(/*includeBool=*/false);
+  const auto bits = is_integer ? static_cast<uint64_t>(number.toLong())
+                               : std::bit_cast<uint64_t>(number.toDouble());
+  if (tensors_.size() >= kMostKnown) tensors_.clear();
+  at::Tensor& tensor = tensors_[{is_integer ? bits : ~bits, dtype}];
+  if (!tensor.defined()) {
+    const c10::InferenceMode ordinary(false);  // later calls may be differentiated
+    tensor = at::detail::scalar_tensor_static(number, dtype, c10::kCPU);
+  }
+  return tensor;
+}
+
+void VaryingNumbers::mark(const Signature& signature, bool is_passed_as_tensor) {
+  signatures_[&signature] = is_passed_as_tensor;
   ++version_;
-  Numbers& numbers =
-      ops_.try_emplace(&op, Numbers{&with_tensor, {}, 0, {}, 0, kFewestGuesses}).first->second;
+}
+
+void VaryingNumbers::add_varying(const OpInfo& op, double number) {
+  Numbers& numbers = ops_[&op];
   if (numbers.num_varying >= kMostKnown) {
     std::erase_if(numbers.states, [](const auto& n) { return n.second == State::kVarying; });
-    numbers.num_varying = kManyVarying;  // unknown numbers are still passed as tensors
+    numbers.num_varying = kManyVarying;  // unknown numbers are still guessed to vary
   }
   numbers.states[number] = State::kVarying;
   ++numbers.num_varying;
@@ -135,40 +154,6 @@ void VaryingNumbers::add_varying(const OpInfo& op, const OpInfo& with_tensor, do
 
 void VaryingNumbers::add_fixed(const OpInfo& op, double number) {
   ops_.at(&op).states[number] = State::kFixed;
-}
-
-std::unordered_map<const OpInfo*, const OpInfo*> VaryingNumbers::guessed_ops() const {
-  std::unordered_map<const OpInfo*, const OpInfo*> out;
-  for (const auto& [op, numbers] : ops_) {
-    if (numbers.num_guesses >= numbers.examined_at) out[numbers.with_tensor] = op;
-  }
-  return out;
-}
-
-std::optional<double> VaryingNumbers::guessed_number(const OpInfo& op,
-                                                     const at::Tensor& tensor) const {
-  const void* data = tensor.const_data_ptr();
-  double value = 0;
-  if (tensor.scalar_type() == at::kFloat) {
-    value = *static_cast<const float*>(data);
-  } else if (tensor.scalar_type() == at::kDouble) {
-    value = *static_cast<const double*>(data);
-  } else if (tensor.scalar_type() == at::kLong) {
-    value = static_cast<double>(*static_cast<const int64_t*>(data));
-  } else {
-    return {};
-  }
-  const auto& guesses = ops_.at(&op).guesses;
-  const auto found = guesses.find(value);
-  return found == guesses.end() ? std::optional<double>() : found->second;
-}
-
-// If no guess was wrong, the next examination is later.
-void VaryingNumbers::end_guesses(const OpInfo& op, bool found_fixed) {
-  Numbers& numbers = ops_.at(&op);
-  numbers.guesses.clear();
-  numbers.num_guesses = 0;
-  numbers.examined_at = found_fixed ? kFewestGuesses : 2 * numbers.examined_at;
 }
 
 }  // namespace autobatch

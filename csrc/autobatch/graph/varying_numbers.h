@@ -10,12 +10,15 @@
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Scalar.h>
 
+#include <map>
 #include <optional>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace autobatch {
 
@@ -32,8 +35,8 @@ struct NumberArgument {
 
 // Returns the number of a call that also has an overload for tensors. In that overload, a tensor
 // without dimensions has the same effect as the number. Returns nothing for other ops, for calls
-// without a number, and for booleans and complex numbers. The arguments of a signature can be given
-// too.
+// without a number, and for zero, NaN, booleans and complex numbers. The arguments of a signature
+// can be given too.
 std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
 // What is known about the numbers of each op.
@@ -52,39 +55,38 @@ class VaryingNumbers {
   // Whether some number of the op varies.
   bool contains(const OpInfo& op) const { return ops_.count(&op) != 0; }
   // Whether the signature has a number that varies, so that no more nodes should get it.
-  bool contains(const Signature& signature) const { return signatures_.count(&signature) != 0; }
+  bool contains(const Signature& signature) const {
+    const auto found = signatures_.find(&signature);
+    return found != signatures_.end() && found->second;
+  }
+  // Whether mark() was called for the signature.
+  bool is_marked(const Signature& signature) const { return signatures_.count(&signature) != 0; }
   State state(const OpInfo& op, double number) const;
-  // Whether the next call passes this number as a tensor. If many numbers of the op vary, this
-  // class guesses that an unknown number varies too.
+  // Whether this call passes its number as a tensor. If many numbers of the op vary, a number that
+  // is in no signature yet is guessed to vary too. Must be called for each new call with a number.
   bool is_passed_as_tensor(const NumberArgument& number);
+  // Returns the tensor in place of the number. Calls with the same number get the same tensor, so
+  // that they are still recognised as the same calls.
+  at::Tensor tensor(const c10::Scalar& number, c10::ScalarType dtype);
 
-  // Sets the state of a number. `signatures`: the signatures with this number.
-  void add_varying(const OpInfo& op, const OpInfo& with_tensor, double number,
-                   at::ArrayRef<const Signature*> signatures);
+  void add_varying(const OpInfo& op, double number);
   // Must only be called if a number of the op varies.
   void add_fixed(const OpInfo& op, double number);
-
-  // The ops with enough guesses to examine them, by the op that takes the number as a tensor.
-  std::unordered_map<const OpInfo*, const OpInfo*> guessed_ops() const;
-  // Returns the unknown number for which this tensor may stand after a guess.
-  std::optional<double> guessed_number(const OpInfo& op, const at::Tensor& tensor) const;
-  // Must be called after the guesses of the op have been examined.
-  void end_guesses(const OpInfo& op, bool found_fixed);
+  // `is_passed_as_tensor`: whether later calls pass the number of the signature, which varies, as a
+  // tensor.
+  void mark(const Signature& signature, bool is_passed_as_tensor);
 
  private:
   struct Numbers {
-    const OpInfo* with_tensor = nullptr;
     std::unordered_map<double, State> states;
     size_t num_varying = 0;
-    // The guesses since they were last examined. The key is the value of the tensor, which float32
-    // rounds.
-    std::unordered_map<double, double> guesses;
-    size_t num_guesses = 0;
-    size_t examined_at;  // number of guesses that are examined together
+    std::unordered_map<double, uint32_t> guesses;  // by number: how often it was guessed to vary
   };
 
   std::unordered_map<const OpInfo*, Numbers> ops_;  // the ops with a number that varies
-  std::unordered_set<const Signature*> signatures_;
+  std::unordered_map<const OpInfo*, std::unordered_set<double>> in_signatures_;
+  std::unordered_map<const Signature*, bool> signatures_;  // the arguments of mark()
+  std::map<std::pair<uint64_t, c10::ScalarType>, at::Tensor> tensors_;
   uint64_t version_ = 0;
 };
 

@@ -11,12 +11,14 @@ namespace {
 
 using State = VaryingNumbers::State;
 
-// The first numbers of an op vary if this many batches could be saved.
-constexpr size_t kLeastSaved = 4;
-// A number varies if, at some level, at most one of so many nodes of the op has this number.
+// The first numbers of an op vary if so many of them can be found.
+constexpr size_t kLeastNumbers = 4;
+// A number has a batch of its own at a level if at most one of so many nodes of the op has this
+// number.
 constexpr uint32_t kLeastOthers = 4;
-// A saved batch is worth the additional operands of so many nodes.
-constexpr size_t kNodesPerBatch = 16;
+// One batch less is worth the additional operands of so many nodes. (Measured: 64 nodes of width 32
+// with 8 numbers take 1.4 times as long with tensors, and with 16 numbers a third of the time.)
+constexpr uint32_t kNodesPerBatch = 5;
 // Fewer nodes at a level do not show that a number is the same in all examples.
 constexpr uint32_t kLeastFixed = 8;
 
@@ -27,11 +29,10 @@ class NumberFinder {
 
   size_t run() {
     find_kinds();
-    find_guesses();
-    if (ops_.empty()) return 0;
-    count();
+    if (!ops_.empty()) count();
     size_t changes = 0;
     for (const auto& [op, numbers] : ops_) changes += decide(*op, numbers);
+    if (!unmarked_.empty()) mark();
     return changes;
   }
 
@@ -57,24 +58,13 @@ class NumberFinder {
       number.kinds.push_back(k);
       number.is_known = state == State::kFixed || state == State::kVarying;
       with_tensor_[found->with_tensor] = found->of_nodes;
+      if (state == State::kVarying && !numbers_.is_marked(signature)) unmarked_.push_back(k);
     }
     std::erase_if(ops_, [this](const auto& op) {
       const auto unknown = std::ranges::count_if(
           op.second, [](const auto& number) { return !number.second.is_known; });
-      return static_cast<size_t>(unknown) < (numbers_.contains(*op.first) ? 1 : kLeastSaved);
+      return static_cast<size_t>(unknown) < (numbers_.contains(*op.first) ? 1 : kLeastNumbers);
     });
-  }
-
-  // Finds the ops whose guesses are examined, because this graph has nodes of these ops.
-  void find_guesses() {
-    guessed_ = numbers_.guessed_ops();
-    if (guessed_.empty()) return;
-    for (const FlushGraph::Kind& kind : graph_.kinds()) {
-      const auto found = guessed_.find(kind.signature->op);
-      if (found == guessed_.end()) continue;
-      ops_.try_emplace(found->second);
-      with_tensor_[found->first] = found->second;
-    }
   }
 
   // Counts the nodes of each number and op at each level. A level is the length of the longest path
@@ -103,22 +93,10 @@ class NumberFinder {
       }
       const OfKind& kind = of_kind[graph_.signature(id)];
       if (kind.op == nullptr || !can_be_tensor(id)) continue;
-      Number* number = kind.number;
-      if (number == nullptr) {
-        const at::Tensor* tensor = number_tensor(id);
-        if (tensor == nullptr) continue;
-        number = guessed_number(*kind.op, *tensor);
-      }
+      if (kind.number == nullptr && !has_number_tensor(id)) continue;
       ++nodes_[{kind.op, levels[id]}];
-      if (number != nullptr) ++number->nodes[levels[id]];
+      if (kind.number != nullptr) ++kind.number->nodes[levels[id]];
     }
-  }
-
-  // Returns the unknown number for which the tensor stands, if its guesses are examined.
-  Number* guessed_number(const OpInfo& op, const at::Tensor& tensor) {
-    if (guessed_.empty()) return nullptr;
-    const std::optional<double> value = numbers_.guessed_number(op, tensor);
-    return value.has_value() ? &ops_[&op][*value] : nullptr;
   }
 
   at::ArrayRef<ValueId> operands(uint32_t id) const {
@@ -136,49 +114,48 @@ class NumberFinder {
     });
   }
 
-  // Returns the tensor that the node may have in place of a number, or null.
-  const at::Tensor* number_tensor(uint32_t id) const {
-    for (const ValueId operand : operands(id)) {
+  // Whether the node may have a tensor in place of a number.
+  bool has_number_tensor(uint32_t id) const {
+    return std::ranges::any_of(operands(id), [this](ValueId operand) {
       const Value& value = tape_.values[operand];
-      if (!value.is_graph_input() || value.geometry->dim() != 0) continue;
-      return &tape_.graph_inputs[value.index].data;
-    }
-    return nullptr;
+      return value.is_graph_input() && value.geometry->dim() == 0;
+    });
   }
 
   size_t decide(const OpInfo& op, const Numbers& numbers) {
     std::vector<double> varying, fixed;
-    size_t saved = 0, nodes = 0;
     for (const auto& [value, number] : numbers) {
       if (number.is_known) continue;
-      size_t levels = 0;  // number of levels at which the number varies
-      uint32_t most = 0;
+      uint32_t saved = 0, nodes = 0, most = 0;
       for (const auto& [level, count] : number.nodes) {
-        const bool varies = count * kLeastOthers <= nodes_[{&op, level}];
-        levels += varies ? 1 : 0;
-        nodes += varies ? count : 0;
+        saved += count * kLeastOthers <= nodes_[{&op, level}] ? 1 : 0;
+        nodes += count;
         most = std::max(most, count);
       }
-      saved += levels;
-      if (levels != 0) varying.push_back(value);
-      if (levels == 0 && most >= kLeastFixed) fixed.push_back(value);
+      if (saved > 0 && nodes <= saved * kNodesPerBatch) {
+        varying.push_back(value);
+      } else if (most >= kLeastFixed) {
+        fixed.push_back(value);
+      }
     }
-    const bool has_few = saved < kLeastSaved || saved * kNodesPerBatch < nodes;
-    if (has_few && !numbers_.contains(op)) return 0;
-    for (const double value : varying) add_varying(op, value, numbers.at(value));
+    if (varying.size() < kLeastNumbers && !numbers_.contains(op)) return 0;
+    for (const double value : varying) {
+      const std::vector<uint32_t>& kinds = numbers.at(value).kinds;
+      numbers_.add_varying(op, value);
+      unmarked_.insert(unmarked_.end(), kinds.begin(), kinds.end());
+    }
     for (const double value : fixed) numbers_.add_fixed(op, value);
-    if (std::ranges::any_of(guessed_, [&](const auto& g) { return g.second == &op; })) {
-      numbers_.end_guesses(op, !fixed.empty());
-    }
     return varying.size();
   }
 
-  void add_varying(const OpInfo& op, double value, const Number& number) {
-    std::vector<const Signature*> signatures;
-    for (const uint32_t kind : number.kinds) signatures.push_back(graph_.kinds()[kind].signature);
-    const auto with_tensor =
-        std::ranges::find_if(with_tensor_, [&](const auto& entry) { return entry.second == &op; });
-    numbers_.add_varying(op, *with_tensor->first, value, signatures);
+  // Marks the signatures whose numbers vary.
+  void mark() {
+    std::vector<uint8_t> waits(graph_.kinds().size(), 0);
+    for (const uint32_t kind : unmarked_) waits[kind] = 1;
+    for (uint32_t id = 0; id < graph_.size(); ++id) {
+      if (std::exchange(waits[graph_.signature(id)], 0) == 0) continue;
+      numbers_.mark(*graph_.kind(id).signature, can_be_tensor(id));
+    }
   }
 
   const Tape& tape_;
@@ -186,7 +163,7 @@ class NumberFinder {
   VaryingNumbers& numbers_;
   std::unordered_map<const OpInfo*, Numbers> ops_;
   std::unordered_map<const OpInfo*, const OpInfo*> with_tensor_;  // NumberArgument: key, of_nodes
-  std::unordered_map<const OpInfo*, const OpInfo*> guessed_;      // VaryingNumbers::guessed_ops()
+  std::vector<uint32_t> unmarked_;  // kinds whose numbers vary, and that were not marked
   std::map<std::pair<const OpInfo*, uint32_t>, uint32_t> nodes_;  // number of nodes by op and level
 };
 

@@ -465,7 +465,7 @@ def test_what_a_mask_and_sizes_alone_give_in_one_program(bodies):
     ],
 )
 def test_data_times_a_computed_matrix(bodies, product):
-    """A rule for `matrix @ column` must not treat the data as a weight, and then refuse the call."""
+    """The rule for `matrix @ column` refuses these calls. It must not make the data a weight."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(4, 4))
 

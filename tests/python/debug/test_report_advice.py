@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_autobatch as ab
+from helpers_switches import without
 from torch import Tensor, nn
 from torch_autobatch import _report
 
@@ -84,7 +85,8 @@ def test_constants_differ() -> None:
 def test_numbers_of_the_program_differ(
     code: Callable[[Tensor, float], Tensor], op: str, differ: str
 ) -> None:
-    report = run(lambda i: code(linear(DATA[i]), i + 0.5))
+    with without("varying_numbers"):  # earlier tests have found numbers that vary
+        report = run(lambda i: code(linear(DATA[i]), i + 0.5))
     found = [f for f in report.findings if f.what.startswith("constants")]
     [finding] = found
     assert re.match(rf"constants of {op}_? differ \({differ}\): 16 ops in ", finding.what)

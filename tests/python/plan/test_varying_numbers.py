@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,17 @@ WIDTH = 5
 NUMBERS = tuple(range(2, 26))
 
 Function = Callable[[Tensor, int], Tensor]
+
+
+def in_new_thread(test: Callable[..., None]) -> Callable[..., None]:
+    """Runs a test in a thread that has not found any numbers that vary."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(test, *args, **kwargs).result()
+
+    return run
 
 
 def layer(dtype: torch.dtype = torch.double) -> nn.Linear:
@@ -47,8 +60,6 @@ FUNCTIONS: dict[str, Function] = {
     "in place, a comparison": lambda x, n: x * (x * n).lt_(n / 3),
     "where": lambda x, n: torch.where(x > 0, x, n / 7),
     "where, left": lambda x, n: torch.where(x > 0, n / 7, x),
-    "masked_fill": lambda x, n: x.masked_fill(x > 0, n / 7),
-    "masked_fill_": lambda x, n: (x + 1).masked_fill_(x > 0, n / 7),
     "mean by hand": lambda x, n: x.sum(0) / x.size(0) ** 0.5 + x.sum(0) / n,
     "temperature": lambda x, n: (x / n).softmax(-1),
     "lt": lambda x, n: x * (x * 9 < n),
@@ -63,6 +74,7 @@ FUNCTIONS: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@in_new_thread
 def test_later_blocks_have_one_batch_for_all_numbers(name: str) -> None:
     function, linear = FUNCTIONS[name], layer()
 
@@ -79,6 +91,7 @@ def test_later_blocks_have_one_batch_for_all_numbers(name: str) -> None:
     assert batches < 16
 
 
+@in_new_thread
 def test_results_have_the_dtype_of_eager_mode() -> None:
     linear = layer(torch.float32)
     functions: list[Function] = [
@@ -106,6 +119,7 @@ def test_results_have_the_dtype_of_eager_mode() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+@in_new_thread
 def test_lower_precision_computes_with_the_whole_number(dtype: torch.dtype) -> None:
     linear = layer(dtype)
     before = uses(SWITCH)
@@ -118,6 +132,39 @@ def test_lower_precision_computes_with_the_whole_number(dtype: torch.dtype) -> N
     assert uses(SWITCH) == before
 
 
+@in_new_thread
+def test_guesses_stop() -> None:
+    """A new number of an op whose numbers vary is passed as a tensor at first."""
+    linear = layer()
+    for block in range(3):
+        with ab.batch(adaptive=False):
+            kept = [linear(x) * (block + n / 31) for x, n in zip(examples(), NUMBERS, strict=True)]
+        assert kept
+    for _ in range(4):
+        before = uses(SWITCH)
+        with ab.batch(adaptive=False):
+            kept = [linear(x) * 0.625 for x in examples()]
+    assert uses(SWITCH) == before
+
+
+@in_new_thread
+def test_functions_of_parameters_are_still_computed_once() -> None:
+    """Calls with the same number are recognised, although the number is a tensor."""
+    linear = layer()
+    for _ in range(3):
+        with ab.batch(adaptive=False) as scope:
+            found = [
+                x @ (linear.weight * n).tanh() + x @ (linear.weight * n).tanh()
+                for x, n in zip(examples(), NUMBERS, strict=True)
+            ]
+    expected = [
+        x @ (linear.weight * n).tanh() * 2 for x, n in zip(examples(), NUMBERS, strict=True)
+    ]
+    torch.testing.assert_close(found, expected)
+    assert scope.report().passes.get("common_subexpressions", 0) >= 2 * len(NUMBERS)
+
+
+@in_new_thread
 def test_numbers_that_did_not_occur_before_join_the_batch() -> None:
     linear = layer()
     for block in range(3):
@@ -129,17 +176,8 @@ def test_numbers_that_did_not_occur_before_join_the_batch() -> None:
     assert scope.report().batches < 6
 
 
-def in_new_thread(function: Callable[[], None]) -> None:
-    """Calls a function in a thread for which no numbers are known to vary."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(function).result()
-
-
+@in_new_thread
 def test_a_number_that_all_examples_share_stays_a_number() -> None:
-    in_new_thread(share_a_number)
-
-
-def share_a_number() -> None:
     linear = layer()
     for _ in range(3):
         before = uses(SWITCH)
@@ -155,21 +193,9 @@ def share_a_number() -> None:
     assert uses(SWITCH) - before == len(NUMBERS)
 
 
-@pytest.mark.parametrize("others_vary", [False, True])
-def test_numbers_of_successive_steps_stay_numbers(others_vary: bool) -> None:
+@in_new_thread
+def test_numbers_of_successive_steps_stay_numbers() -> None:
     """All examples have the same number at one step, so their nodes share a batch anyway."""
-
-    def run() -> None:
-        for block in range(3 if others_vary else 0):
-            with ab.batch(adaptive=False):
-                kept = [layer()(x[:1]) * (block + i / 31) for i, x in enumerate(examples())]
-            assert kept
-        take_steps()
-
-    in_new_thread(run)
-
-
-def take_steps() -> None:
     linear = layer()
     for _ in range(3):
         before = uses(SWITCH)
@@ -181,6 +207,38 @@ def take_steps() -> None:
     assert scope.report().batches < 30
 
 
+@in_new_thread
+def test_calls_that_were_captured_with_the_number_before() -> None:
+    linear, xs = layer(), [x[:1] for x in examples()]
+
+    def scaled() -> ab.Report:
+        with ab.batch(adaptive=False) as scope:
+            kept = [linear(x) * n for x, n in zip(xs, NUMBERS, strict=True)]
+        assert kept
+        return scope.report()
+
+    with torch.no_grad():
+        for x, n in zip(xs, NUMBERS, strict=True):  # too few examples to find that numbers vary
+            with ab.batch(adaptive=False):
+                linear(x) * n
+    assert scaled().batches > len(NUMBERS)
+    with torch.no_grad():
+        assert scaled().batches > len(NUMBERS)
+        assert scaled().batches < 6
+
+
+@in_new_thread
+def test_numbers_of_many_examples_stay_numbers() -> None:
+    linear = layer()
+    before = uses(SWITCH)
+    for _ in range(3):
+        with ab.batch(adaptive=False):
+            found = [linear(x) * (i % 6 + 2) for _ in range(4) for i, x in enumerate(examples())]
+    assert len(found) == 4 * len(NUMBERS)
+    assert uses(SWITCH) == before
+
+
+@in_new_thread
 def test_a_dynamic_cell() -> None:
     linear = layer()
 
@@ -196,6 +254,7 @@ def test_a_dynamic_cell() -> None:
     assert scope.report().batches < 12
 
 
+@in_new_thread
 def test_a_map_and_verify() -> None:
     linear = layer()
 
@@ -209,6 +268,7 @@ def test_a_map_and_verify() -> None:
     torch.testing.assert_close(found, expected)
 
 
+@in_new_thread
 def test_huge_numbers() -> None:
     """A number that float32 cannot hold is infinite in eager mode."""
     linear = layer(torch.float32)
