@@ -25,6 +25,7 @@ from torch_autobatch._random_state import random_states, restore
 _TRACES = 2  # number of traces that must give the same program
 _MOST_PROGRAMS = 8  # maximum number of programs for one kind of call
 _MOST_KINDS = 256
+_FEW_KINDS = 64  # so many kinds are traced, even if no kind is called again
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
 FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
@@ -149,6 +150,8 @@ class DynamicCell:
         self._find_guards = find_guards
         self._find_modules = find_modules
         self._calls: dict[Any, _Calls] = {}
+        self._kinds = 0  # number of kinds of calls so far
+        self._replays = 0
         self._why_no_key: Reason | None = None  # why some calls can't be compared with others
         self._of_modules: dict[int, tuple[weakref.ref[nn.Module], dict[Any, _Calls]]] = {}
 
@@ -172,6 +175,11 @@ class DynamicCell:
         key, inputs, objects = found[:3]
         calls = table.get(key)
         if calls is None:
+            if self._kinds > max(_FEW_KINDS, self._replays):  # traces take longer than the calls
+                text = "most calls have other arguments than all earlier calls"
+                _C.note_plain_cell(self._name(), text, self._line(args))
+                return self.__wrapped__(*args, **kwargs)
+            self._kinds += 1
             if len(table) >= _MOST_KINDS:
                 table.clear()
             calls = table[key] = _Calls(objects)
@@ -179,6 +187,7 @@ class DynamicCell:
             return self._check(calls, Arguments(*found[1:]), args, kwargs)
         result = calls.run(inputs)
         if result is not MISMATCH:
+            self._replays += 1
             return result
         return self._learn(calls, Arguments(*found[1:]), args, kwargs)
 

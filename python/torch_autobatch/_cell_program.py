@@ -146,7 +146,7 @@ class Program:
             return Reason("a different result", "")
         for name, ours in self.constants.items():
             if not are_the_same(ours, other.constants[name]):
-                steps = (repr(ours), repr(other.constants[name]))
+                steps = (_described(ours), _described(other.constants[name]))
                 return Reason(", then ".join(map(_shortened, steps)), "")
         return None
 
@@ -169,6 +169,13 @@ class Program:
                 known.add(line.target)
         returned = (name for name in VARIABLE.findall(self.returned) if name[0] != "k")
         return not known.isdisjoint(returned)
+
+
+def _described(constant: Any) -> str:
+    """Returns a text for a message. (The text of a pending tensor would need its values.)"""
+    if isinstance(constant, Tensor):
+        return f"a tensor with the sizes {list(constant.shape)}"
+    return repr(constant)
 
 
 def structure_of(value: Any, source_of_item: Callable[[Any], str]) -> str:

@@ -4,11 +4,13 @@
 // buffer, one after another in this dimension, each together with its padding. Results whose window
 // covers parts of two instances are discarded. If each instance has its own weight, instances of
 // one size run as one call with a group of channels for each instance.
+#include "autobatch/common/device_traits.h"
 #include "autobatch/rules/by_shape.h"
 
 #include <ATen/ATen.h>
 
 #include <array>
+#include <cmath>
 
 namespace autobatch {
 namespace {
@@ -237,7 +239,7 @@ class ConvolutionRule final : public Rule {
       return gx;
     };
     const std::optional<size_t> dim = joined_dim(batch);
-    if (!dim.has_value()) {
+    if (!dim.has_value() || !is_finite(weight) || !is_finite(batch.flat(kInput))) {
       for (const Members& members : groups_of(batch)) {
         const Tensor g = merged(gradients_of(batch, 0, members)).contiguous();
         const Tensor gx = differentiate(g, input(batch, members), window.padding);
@@ -382,6 +384,8 @@ class ConvolutionRule final : public Rule {
   // than a call for each size.
   std::optional<size_t> joined_dim(const BatchView& batch) const {
     if (entry_.transposed || batch.uniform_result(0)) return {};
+    // With lower precision, kernels also read elements outside a window, and multiply them by zero.
+    if (c10::isReducedFloatingType(batch.operand_value(0, kInput).dtype)) return {};
     if (entry_.dims > 1 && copied_elements(batch) > batch.size() * kMostCopied) return {};
     std::optional<size_t> found;
     const auto& first = batch.operand_value(0, kInput).geometry->sizes;
@@ -395,6 +399,13 @@ class ConvolutionRule final : public Rule {
       if (differs) found = d;
     }
     return found.value_or(0);
+  }
+
+  // Whether a tensor has neither infinities nor NaN. The gradients of results whose window covers
+  // parts of two instances are zero, and zero times infinity is NaN. On other devices, the host
+  // would have to wait for the answer, so the tensor is assumed to be finite.
+  static bool is_finite(const Tensor& x) {
+    return !has_host_memory(x.device()) || std::isfinite(x.abs().sum().item<double>());
   }
 
   // Returns the number of elements that are copied into and out of the buffers.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch_autobatch as ab
-from helpers_dynamic_cells import Function
+from helpers_dynamic_cells import Counted, Function
 from torch import Tensor, nn
 
 DOUBLE = torch.double
@@ -205,3 +205,29 @@ def test_a_masked_write_of_one_element_converts_its_dtype() -> None:
     with ab.batch(adaptive=False):
         found = [function(ones(n)) for n in (3, 4)]
     torch.testing.assert_close(found, [function(ones(n)) for n in (3, 4)])
+
+
+def test_calls_with_other_numbers_each_time_are_soon_not_traced() -> None:
+    counted = Counted(lambda x, n: (x * n).tanh().sum())
+    cell = ab.cell(counted, dynamic=True)
+    x = torch.randn(3, 4, requires_grad=True)
+    for block in range(5):
+        with ab.batch(adaptive=False) as scope:
+            found = [cell(x, block + i / 32) for i in range(32)]
+    torch.testing.assert_close(found, [(x * (4 + i / 32)).tanh().sum() for i in range(32)])
+    assert any("other arguments" in each.reason for each in scope.report().at_once)
+
+
+def test_a_pending_tensor_among_the_constants_is_not_printed() -> None:
+    weight = nn.Parameter(torch.randn(4, 4))
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        kept.append(x.exp())
+        return (x @ weight + kept[len(kept) // 2].sum()).tanh()
+
+    cell = ab.cell(function, dynamic=True)
+    with ab.batch(adaptive=False) as scope:
+        found = [cell(torch.randn(n, 4) @ weight) for n in (2, 3, 4, 5, 6)]
+    assert len(found) == 5
+    assert len(scope.report().flushes) == 1

@@ -298,3 +298,28 @@ def test_images() -> None:
     xs = [rand(1, 10, 10) for _ in range(5)]
     report = check(lambda x: model(x).square().sum(), *xs)
     assert report.batches <= 11, report
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("column", [0, 6])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_infinity_stays_in_its_window(value: float, column: int, stride: int) -> None:
+    """The windows across two examples have gradients of zero, and zero times infinity is NaN."""
+    xs = [rand(3, t) for t in LENGTHS]
+    xs[0][0, column] = value
+    weight = rand(4, 3, 2).requires_grad_()
+    gradients = []
+    for enabled in (True, False):
+        with ab.batch(enabled=enabled, adaptive=False):
+            loss = torch.stack([F.conv1d(x, weight, stride=stride).sum() for x in xs]).sum()
+        gradients.append(torch.autograd.grad(loss, weight)[0])
+    torch.testing.assert_close(*gradients, equal_nan=True)
+
+
+def test_lower_precision_is_not_joined() -> None:
+    xs = [rand(3, t, dtype=torch.bfloat16) for t in LENGTHS]
+    xs[1].fill_(torch.nan)
+    weight = rand(8, 3, 2, dtype=torch.bfloat16).requires_grad_()
+    with ab.batch(adaptive=False):
+        found = [F.conv1d(x, weight, dilation=2) for x in xs]
+    assert all(y.isfinite().all() == (i != 1) for i, y in enumerate(found))
