@@ -53,9 +53,7 @@ class Call {
     prepare_memory(scope_, info_, arguments());
     if (info_.index_argument >= 0) look_at_indices();
     if (info_.fails_for_values && host_may_catch()) left_to_eager_ = true;
-    if (const OpInfo* op = pass_number_as_tensor(scope_, info_, stack_)) {
-      return op->handle.callBoxed(stack_);
-    }
+    if (call_with_number_as_tensor(scope_, info_, stack_)) return;
     if (try_cached_call()) return;
     const size_t limit = scope_.options().max_pending;
     if (limit != 0 && scope_.graph().num_waiting() >= limit) {

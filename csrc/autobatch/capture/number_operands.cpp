@@ -26,25 +26,30 @@ bool fits(const c10::Scalar& number, c10::ScalarType dtype) {
          (!std::isfinite(value) || std::abs(value) <= std::numeric_limits<float>::max());
 }
 
+c10::ScalarType type_of_result(const at::Tensor& tensor, const c10::Scalar& number) {
+  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
+  return at::result_type(tensor, number);
+}
+
 }  // namespace
 
-const OpInfo* pass_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack) {
+bool call_with_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack) {
   const CaptureState& state = CaptureState::current();
-  if (!varying_numbers_switch.is_on() || state.formula != nullptr) return nullptr;
-  if (state.trace != nullptr && !state.trace->passes_numbers()) return nullptr;
+  if (!varying_numbers_switch.is_on() || state.formula != nullptr) return false;
+  if (state.trace != nullptr && !state.trace->passes_numbers()) return false;
   const auto arguments = torch::jit::last(*stack, op.num_arguments);
   const std::optional<NumberArgument> number = find_number(op, arguments);
-  if (!number.has_value() || !arguments[number->other].isTensor()) return nullptr;
+  if (!number.has_value() || !arguments[number->other].isTensor()) return false;
   const at::Tensor& tensor = arguments[number->other].toTensor();
-  if (as_pending(tensor) == nullptr && !state.captures_data) return nullptr;
+  if (as_pending(tensor) == nullptr && !state.captures_data) return false;
   VaryingNumbers& numbers = scope.tables().numbers;
-  if (!numbers.is_passed_as_tensor(*number)) return nullptr;
-  const c10::impl::ExcludeDispatchKeyGuard no_capture(compat::kDeferKey);
-  const c10::ScalarType dtype = at::result_type(tensor, number->value);
-  if (!tensor.device().is_cpu() || !fits(number->value, dtype)) return nullptr;
+  if (!numbers.is_passed_as_tensor(*number)) return false;
+  const c10::ScalarType dtype = type_of_result(tensor, number->value);
+  if (!tensor.device().is_cpu() || !fits(number->value, dtype)) return false;
   torch::jit::peek(*stack, number->index, op.num_arguments) = numbers.tensor(number->value, dtype);
   varying_numbers_switch.add_uses(1);
-  return number->with_tensor;
+  number->with_tensor->handle.callBoxed(stack);
+  return true;
 }
 
 }  // namespace autobatch

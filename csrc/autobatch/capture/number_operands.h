@@ -9,9 +9,9 @@ namespace autobatch {
 
 class Scope;
 
-// If the number of the call varies, replaces the number on the stack with a tensor, and returns the
-// op to call. Otherwise returns null. Calls on ordinary data are changed only if they are captured
-// (set_captures_data).
-const OpInfo* pass_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
+// If the number of the call varies, replaces the number on the stack with a tensor, calls the op
+// for tensors, and returns true. Otherwise returns false, with nothing done. Calls on ordinary data
+// are changed only if they are captured (set_captures_data).
+bool call_with_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
 }  // namespace autobatch
