@@ -31,6 +31,7 @@ struct Form {
   size_t index, other;
 };
 
+// The ops below run as one batch for tensors of any size, also if one operand has no dimensions.
 // Ops that are called with a number in place of a tensor: `x * n` calls aten::mul.Tensor.
 constexpr std::array kTensorOps{"add", "sub", "mul", "div", "remainder"};
 // Ops with an overload for a number.
@@ -52,10 +53,6 @@ Forms make_forms() {
   Forms forms;
   for (const char* op : kTensorOps) add_forms(forms, "aten::" + std::string(op), "Tensor", kEither);
   for (const char* op : kScalarOps) add_forms(forms, "aten::" + std::string(op), "Scalar", 1);
-  const OpInfo& floor_divide = find_op("aten::floor_divide", "");
-  forms[&floor_divide] = {&floor_divide, &floor_divide, kEither, 0};
-  const OpInfo& rsub = find_op("aten::rsub", "Scalar");
-  forms[&rsub] = {&rsub, &find_op("aten::rsub", "Tensor"), 1, 0};
   const OpInfo& where = find_op("aten::where", "self");
   const OpInfo& other = find_op("aten::where", "ScalarOther");
   const OpInfo& self = find_op("aten::where", "ScalarSelf");

@@ -44,7 +44,7 @@ class VaryingNumbers {
  public:
   enum class State : uint8_t {
     kUnknown,
-    kFixed,    // all examples have this number, so it stays in the signature
+    kFixed,    // several examples have this number, so it stays in the signature
     kVarying,  // passed as a tensor
   };
 

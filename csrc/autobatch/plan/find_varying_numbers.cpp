@@ -48,11 +48,13 @@ class NumberFinder {
   // Finds the ops with unknown numbers. Most graphs have none, or too few to save batches.
   void find_kinds() {
     const auto& kinds = graph_.kinds();
+    is_float_.resize(kinds.size(), 0);
     for (uint32_t k = 0; k < kinds.size(); ++k) {
       const Signature& signature = *kinds[k].signature;
       const auto found = find_number(*signature.op, signature.arguments);
       if (!found.has_value()) continue;
       const double value = found->value.toDouble();
+      is_float_[k] = found->value.isFloatingPoint() ? 1 : 0;
       const State state = numbers_.state(*found->of_nodes, value);
       Number& number = ops_[found->of_nodes][value];
       number.kinds.push_back(k);
@@ -104,13 +106,15 @@ class NumberFinder {
   }
 
   // Whether the op computes the same with a tensor in place of the number. For numbers, kernels of
-  // lower precision use more digits than a tensor has.
+  // lower precision use more digits than a tensor has. Ops on tensors of two dtypes do not run as
+  // one batch for all sizes.
   bool can_be_tensor(uint32_t id) const {
-    return std::ranges::all_of(operands(id), [this](ValueId operand) {
+    const bool is_float = is_float_[graph_.signature(id)] != 0;
+    return std::ranges::all_of(operands(id), [&](ValueId operand) {
       const Value& value = tape_.values[operand];
-      const bool is_precise = value.dtype == at::kFloat || value.dtype == at::kDouble ||
-                              c10::isIntegralType(value.dtype, /*includeBool=*/true);
-      return is_precise && value.device.is_cpu();
+      const bool holds = value.dtype == at::kFloat || value.dtype == at::kDouble ||
+                         (value.dtype == at::kLong && !is_float) || value.dtype == at::kBool;
+      return holds && value.device.is_cpu();
     });
   }
 
@@ -163,6 +167,7 @@ class NumberFinder {
   VaryingNumbers& numbers_;
   std::unordered_map<const OpInfo*, Numbers> ops_;
   std::unordered_map<const OpInfo*, const OpInfo*> with_tensor_;  // NumberArgument: key, of_nodes
+  std::vector<uint8_t> is_float_;   // for each kind: whether its number is a float
   std::vector<uint32_t> unmarked_;  // kinds whose numbers vary, and that were not marked
   std::map<std::pair<const OpInfo*, uint32_t>, uint32_t> nodes_;  // number of nodes by op and level
 };
