@@ -277,3 +277,22 @@ def test_huge_numbers() -> None:
         if enabled:
             found = values
     torch.testing.assert_close(found, values)
+
+
+OVERLOADS: dict[str, Function] = {
+    "both sides of where": lambda x, n: torch.where(torch.where(x > 0, x, n / 7) > 0, n / 3, x),
+    "mul.Scalar and mul.Tensor": lambda x, n: torch.ops.aten.mul.Scalar(x + 1, n / 3) * (n / 7),
+    "sub.Scalar and sub.Tensor": lambda x, n: torch.ops.aten.sub.Scalar(x, n / 3) - n / 7,
+}
+
+
+@pytest.mark.parametrize("name", OVERLOADS)
+@in_new_thread
+def test_several_overloads_of_an_op(name: str) -> None:
+    function, linear = OVERLOADS[name], layer()
+    for _ in range(3):
+        with ab.batch(adaptive=False) as scope:
+            found = [function(linear(x), n) for x, n in zip(examples(), NUMBERS, strict=True)]
+        expected = [function(linear(x), n) for x, n in zip(examples(), NUMBERS, strict=True)]
+        torch.testing.assert_close(found, expected)
+    assert scope.report().batches < 12
