@@ -6,20 +6,13 @@
 #include "autobatch/graph/varying_numbers.h"
 #include "autobatch/scope/scope.h"
 
-#include <cmath>
-#include <limits>
-
 namespace autobatch {
 namespace {
 
-// Whether the number can be a tensor of this dtype, which is the dtype of the other operand. (A
-// number that is too large for float32 is infinite in eager mode, and an error for a tensor.)
+// Whether the number can be a tensor of this dtype, which is the dtype of the other operand.
 bool fits(const c10::Scalar& number, c10::ScalarType dtype) {
-  if (dtype == at::kDouble) return true;
   if (dtype == at::kLong) return number.isIntegral(/*includeBool=*/false);
-  const double value = number.toDouble();
-  return dtype == at::kFloat &&
-         (!std::isfinite(value) || std::abs(value) <= std::numeric_limits<float>::max());
+  return dtype == at::kDouble || (dtype == at::kFloat && fits_in_float32(number.toDouble()));
 }
 
 }  // namespace

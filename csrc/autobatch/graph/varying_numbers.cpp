@@ -7,6 +7,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <string>
 
 namespace autobatch {
@@ -26,8 +27,8 @@ constexpr uint32_t kMostGuesses = 32;
 constexpr size_t kEither = SIZE_MAX;  // the number is the first or the second argument
 
 struct Form {
-  const OpInfo* of_nodes;
   const OpInfo* with_tensor;
+  const OpInfo* of_nodes;
   size_t index, other;
 };
 
@@ -42,11 +43,10 @@ using Forms = std::unordered_map<const OpInfo*, Form>;
 
 void add_forms(Forms& forms, const std::string& op, const char* overload, size_t index) {
   const std::string in_place = op + "_";
-  const OpInfo& of_nodes = find_op(op.c_str(), overload);
-  const OpInfo& with_tensor = find_op(op.c_str(), "Tensor");
-  forms[&of_nodes] = {&of_nodes, &with_tensor, index, 0};
-  forms[&find_op(in_place.c_str(), overload)] = {&of_nodes, &find_op(in_place.c_str(), "Tensor"),
-                                                 index, 0};
+  const OpInfo& of_nodes = find_op(op.c_str(), "Tensor");
+  const OpInfo& written = find_op(in_place.c_str(), "Tensor");
+  forms[&find_op(op.c_str(), overload)] = {&of_nodes, &of_nodes, index, 0};
+  forms[&find_op(in_place.c_str(), overload)] = {&written, &of_nodes, index, 0};
 }
 
 Forms make_forms() {
@@ -54,10 +54,8 @@ Forms make_forms() {
   for (const char* op : kTensorOps) add_forms(forms, "aten::" + std::string(op), "Tensor", kEither);
   for (const char* op : kScalarOps) add_forms(forms, "aten::" + std::string(op), "Scalar", 1);
   const OpInfo& where = find_op("aten::where", "self");
-  const OpInfo& other = find_op("aten::where", "ScalarOther");
-  const OpInfo& self = find_op("aten::where", "ScalarSelf");
-  forms[&other] = {&other, &where, 2, 1};
-  forms[&self] = {&self, &where, 1, 2};
+  forms[&find_op("aten::where", "ScalarOther")] = {&where, &where, 2, 1};
+  forms[&find_op("aten::where", "ScalarSelf")] = {&where, &where, 1, 2};
   return forms;
 }
 
@@ -81,7 +79,7 @@ std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IV
   const auto found = forms.find(&op);
   if (found == forms.end()) return {};
   const Form& form = found->second;
-  NumberArgument number{form.of_nodes, form.with_tensor, form.index, form.other, {}};
+  NumberArgument number{form.with_tensor, form.of_nodes, form.index, form.other, {}};
   if (form.index == kEither) {
     const bool is_left = is_number(arguments[0]);
     if (is_left == is_number(arguments[1])) return {};
@@ -97,6 +95,10 @@ std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IV
   return number;
 }
 
+bool fits_in_float32(double number) {
+  return !std::isfinite(number) || std::abs(number) <= std::numeric_limits<float>::max();
+}
+
 VaryingNumbers::State VaryingNumbers::state(const OpInfo& op, double number) const {
   const auto numbers = ops_.find(&op);
   if (numbers == ops_.end()) return State::kUnknown;
@@ -107,7 +109,7 @@ VaryingNumbers::State VaryingNumbers::state(const OpInfo& op, double number) con
 bool VaryingNumbers::is_passed_as_tensor(const NumberArgument& number) {
   const double value = number.value.toDouble();
   const auto found = ops_.find(number.of_nodes);
-  const State known = found == ops_.end() ? State::kUnknown : state(*number.of_nodes, value);
+  const State known = state(*number.of_nodes, value);
   if (known != State::kUnknown) return known == State::kVarying;
   std::unordered_set<double>& in_signatures = in_signatures_[number.of_nodes];
   if (in_signatures.size() >= kMostKnown) in_signatures.clear();

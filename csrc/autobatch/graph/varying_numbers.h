@@ -7,6 +7,7 @@
 #pragma once
 
 #include "autobatch/common/switches.h"
+#include "autobatch/export.h"
 #include "autobatch/graph/op_registry.h"
 #include "autobatch/graph/signature.h"
 
@@ -26,8 +27,8 @@ extern Switch varying_numbers_switch;
 
 // The number among the arguments of a call.
 struct NumberArgument {
-  const OpInfo* of_nodes;     // the op of the nodes that the call adds; `mul` for `mul_`
   const OpInfo* with_tensor;  // the op that takes the number as a tensor
+  const OpInfo* of_nodes;     // the op of the nodes that such a call adds; `mul` for `mul_`
   size_t index;               // position of the number
   size_t other;               // position of a tensor that the op combines with the number
   c10::Scalar value;
@@ -39,7 +40,11 @@ struct NumberArgument {
 // can be given too.
 std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
-// What is known about the numbers of each op.
+// Whether the number, rounded to float32, is finite. (In eager mode, a number that is too large for
+// float32 is infinite. For a tensor of float32, it is an error.) Infinities and NaN are accepted.
+AUTOBATCH_INTERNAL bool fits_in_float32(double number);
+
+// What is known about the numbers of each op. An op is identified by NumberArgument::of_nodes.
 class VaryingNumbers {
  public:
   enum class State : uint8_t {

@@ -59,7 +59,6 @@ class NumberFinder {
       Number& number = ops_[found->of_nodes][value];
       number.kinds.push_back(k);
       number.is_known = state == State::kFixed || state == State::kVarying;
-      with_tensor_[found->with_tensor] = found->of_nodes;
       if (state == State::kVarying && !numbers_.is_marked(signature)) unmarked_.push_back(k);
     }
     std::erase_if(ops_, [this](const auto& op) {
@@ -78,10 +77,8 @@ class NumberFinder {
     };
     std::vector<OfKind> of_kind(graph_.kinds().size());
     for (uint32_t kind = 0; kind < of_kind.size(); ++kind) {
-      const auto found = with_tensor_.find(graph_.kinds()[kind].signature->op);
-      if (found != with_tensor_.end() && ops_.count(found->second) != 0) {
-        of_kind[kind].op = found->second;
-      }
+      const OpInfo* op = graph_.kinds()[kind].signature->op;
+      if (ops_.count(op) != 0) of_kind[kind].op = op;
     }
     for (auto& [op, numbers] : ops_) {
       for (auto& [value, number] : numbers) {
@@ -166,7 +163,6 @@ class NumberFinder {
   const FlushGraph& graph_;
   VaryingNumbers& numbers_;
   std::unordered_map<const OpInfo*, Numbers> ops_;
-  std::unordered_map<const OpInfo*, const OpInfo*> with_tensor_;  // NumberArgument: key, of_nodes
   std::vector<uint8_t> is_float_;   // for each kind: whether its number is a float
   std::vector<uint32_t> unmarked_;  // kinds whose numbers vary, and that were not marked
   std::map<std::pair<const OpInfo*, uint32_t>, uint32_t> nodes_;  // number of nodes by op and level

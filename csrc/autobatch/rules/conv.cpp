@@ -238,8 +238,15 @@ class ConvolutionRule final : public Rule {
       if (wanted[2]) batch.add_single(kBias, gb);
       return gx;
     };
-    const std::optional<size_t> dim = joined_dim(batch);
-    if (!dim.has_value() || !is_finite(weight) || !is_finite(batch.flat(kInput))) {
+    std::optional<size_t> dim = joined_dim(batch);
+    Joined joined;
+    Tensor joined_x;
+    if (dim.has_value()) {
+      joined = join(batch, window, *dim);
+      joined_x = joined_input(batch, joined);
+      if (!is_finite(weight) || !is_finite(joined_x)) dim.reset();
+    }
+    if (!dim.has_value()) {
       for (const Members& members : groups_of(batch)) {
         const Tensor g = merged(gradients_of(batch, 0, members)).contiguous();
         const Tensor gx = differentiate(g, input(batch, members), window.padding);
@@ -247,7 +254,6 @@ class ConvolutionRule final : public Rule {
       }
       return;
     }
-    const Joined joined = join(batch, window, *dim);
     const auto& result = batch.result_value(0, 0).geometry->sizes;
     const Tensor g =
         at::zeros(buffer_sizes(result, joined, entry_.dims, joined.result_total), weight.options());
@@ -257,8 +263,7 @@ class ConvolutionRule final : public Rule {
       results.add(g, batch.grad_region(m, 0), *dim, joined.result_starts, next);
     }
     copy_regions(results.members, results.joined);
-    const Tensor x = joined_input(batch, joined);
-    const Tensor gx = differentiate(g, x, without_padding(window, *dim));
+    const Tensor gx = differentiate(g, joined_x, without_padding(window, *dim));
     if (wanted[0]) add_joined(batch, joined, gx.contiguous());
   }
 
@@ -405,7 +410,7 @@ class ConvolutionRule final : public Rule {
   // parts of two instances are zero, and zero times infinity is NaN. On other devices, the host
   // would have to wait for the answer, so the tensor is assumed to be finite.
   static bool is_finite(const Tensor& x) {
-    return !has_host_memory(x.device()) || std::isfinite(x.abs().sum().item<double>());
+    return !has_host_memory(x.device()) || std::isfinite(x.sum().item<double>());
   }
 
   // Returns the number of elements that are copied into and out of the buffers.

@@ -2,6 +2,7 @@
 
 #include "autobatch/capture/capture.h"
 #include "autobatch/common/compat.h"
+#include "autobatch/graph/varying_numbers.h"
 #include "autobatch/scope/payoff.h"
 #include "python/fastpath/direct_calls.h"
 
@@ -16,8 +17,6 @@
 #include <torch/extension.h>
 
 #include <array>
-#include <cmath>
-#include <limits>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -71,9 +70,7 @@ bool read_option(std::string_view name, PyObject* value, Number& number) {
 
 bool fits(const Number& number) {
   if (number.dtype == c10::kDouble || !number.value.isFloatingPoint()) return true;
-  const double value = number.value.toDouble();
-  return number.dtype == c10::kFloat &&
-         (!std::isfinite(value) || std::abs(value) <= std::numeric_limits<float>::max());
+  return number.dtype == c10::kFloat && fits_in_float32(number.value.toDouble());
 }
 
 std::optional<Number> read(PyObject* const* values, size_t count, PyObject* names) {
