@@ -63,6 +63,9 @@ class Origins:
     def set(self, size: Size, number: Any) -> None:
         self._known[size.variable, size.dim] = number
 
+    def clear(self) -> None:
+        self._known.clear()
+
     def add(
         self, target: str, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     ) -> None:

@@ -405,6 +405,7 @@ class Trace(Indexing, TorchFunctionMode):
     def stop(self) -> None:
         """Ends the recording. After this, traced numbers behave like ordinary numbers."""
         self._recording = False
+        self._origins.clear()  # its numbers refer to this trace
         _C.trace_conversions(None)
 
     def finish(self, result: Any) -> Program | None:
