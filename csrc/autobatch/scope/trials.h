@@ -1,9 +1,9 @@
 // Measures whether the blocks of one place are faster if they are deferred or if they run eagerly.
 // By default blocks are deferred. If the estimated eager time of a block's ops is shorter than the
-// time of the whole block, one block runs eagerly. If the eager block is faster, further blocks run
-// alternately eager and deferred. Later blocks run in the faster mode, and the other mode is tried
-// again at intervals. The choice affects only the rounding of results. One place may open blocks of
-// many models in any order, so the times of the last few models are kept.
+// time of the whole block, one block runs eagerly. If the eager block is faster, further blocks of
+// both modes are timed. Later blocks run in the faster mode, and the other mode is tried again at
+// intervals. The choice affects only the rounding of results. One place may open blocks of many
+// models in any order, so the times of the last few models are kept.
 #pragma once
 
 #include "autobatch/graph/eager_estimate.h"

@@ -199,6 +199,22 @@ TEST_CASE("other work after an eager block does not decide") {
   CHECK(eager > 70);
 }
 
+TEST_CASE("work of the program after every second or third block does not decide") {
+  for (const int period : {2, 3, 4}) {
+    for (int phase = 0; phase < period; ++phase) {
+      Program program;
+      program.grad_mode = true;
+      int eager = 0;
+      for (int i = 0; i < 200; ++i) {
+        eager += program.run(milliseconds(10), milliseconds(20)) == Run::kEager ? 1 : 0;
+        if (i % period == phase) program.wait(milliseconds(50));
+      }
+      CAPTURE(period, phase);
+      CHECK(eager < 20);
+    }
+  }
+}
+
 TEST_CASE("a block that fails leaves no time behind") {
   Trials trials;
   Trials::Clock::time_point now;
