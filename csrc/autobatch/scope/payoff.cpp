@@ -162,8 +162,17 @@ bool Scope::begin_trial(bool is_map, const std::function<uint64_t()>& identity) 
   return true;
 }
 
+// Adds the time of the nodes that common_subexpressions has removed, because eager mode runs them
+// too. Each removed node is taken to need as much time as the average of the others.
+static void add_removed_nodes(EagerEstimate& estimate, const Report& report) {
+  const auto removed = report.passes.find("common_subexpressions");
+  if (removed == report.passes.end() || report.nodes == 0) return;
+  estimate.eager += estimate.eager * removed->second / report.nodes;
+}
+
 void Scope::end_block(bool failed) {
   if (history_ == nullptr) return;
+  if (estimates_) add_removed_nodes(estimate_, report_);
   if (trials_ != nullptr && !failed) trials_->end(estimate_);
   history_->end();
   const bool ran = report_.num_flushes > 0;

@@ -108,6 +108,21 @@ def test_answers_are_eagers_whichever_way_blocks_run(
     assert not ab.is_pending(model.layer(xs[0]))
 
 
+def test_nodes_that_a_pass_has_removed_count_as_time_of_eager_mode() -> None:
+    """The examples compute the same product. The block computes it once, and eager mode 400 times."""
+    weight = torch.randn(128, 128)
+
+    def run() -> Tensor:
+        with ab.batch():
+            return torch.stack([(weight @ scale * weight).sum() for _ in range(400)])
+
+    with torch.no_grad():
+        scale = nn.Parameter(torch.randn(128, 128))
+        for _ in range(8):
+            run()
+            assert not ran_eagerly()
+
+
 def test_a_map_that_runs_eagerly_raises_what_a_loop_raises(xs: list[Tensor]) -> None:
     model = Model()
 
