@@ -109,7 +109,7 @@ def test_answers_are_eagers_whichever_way_blocks_run(
 
 
 def test_nodes_that_a_pass_has_removed_count_as_time_of_eager_mode() -> None:
-    """The examples compute the same product. The block computes it once, and eager mode 400 times."""
+    """All examples compute the same product. The block computes it once."""
     weight = torch.randn(128, 128)
 
     def run() -> Tensor:
