@@ -72,7 +72,8 @@ def test_computed_weights_are_one_batch() -> None:
         assert torch.allclose(result, right)
     (row,) = [row for row in scope.report().signatures if row.op == "aten::layer_norm"]
     assert (row.rule, row.largest) == ("native", 4)
-    assert all(row.largest == 4 for row in scope.report().signatures)
+    # The products by 2 and by 3 may share a batch, if earlier tests had such products.
+    assert all(row.largest >= 4 for row in scope.report().signatures)
     ours, theirs = (torch.autograd.grad(torch.stack(r).sum(), base) for r in (results, expected))
     assert torch.allclose(ours[0], theirs[0])
 
