@@ -30,7 +30,9 @@ def replace_kept(numbers: Sequence[weakref.ref[Any]]) -> bool:
     """
     if all(number() is None for number in numbers):
         return False
-    gc.collect()  # frees numbers that only reference cycles keep alive
+    # Frees numbers that only reference cycles keep alive. The call made the numbers and the cycles,
+    # so both are young.
+    gc.collect(1)
     kept = [number() for number in numbers if number() is not None]
     if kept:
         _replace_in_owners(kept)
