@@ -324,7 +324,7 @@ std::optional<bool> answer(PyObject* self, Method method) {
   Scope* scope = pending == nullptr ? nullptr : capturing_scope();
   if (scope == nullptr || scope->checks().which() == DeferredChecks::Which::kNone ||
       pending->graph() != &scope->graph() || pending->numel() != 1 ||
-      scope->is_computed(*pending)) {  // a read starts no flush
+      scope->is_computed(*pending)) {  // then a read starts no flush
     return {};
   }
   const Frame frame = running_frame();

@@ -1,4 +1,4 @@
-"""State of modules and functions, besides parameters, that a trace of a dynamic cell depends on.
+"""The state of modules and functions that a dynamic cell's trace depends on, except parameters.
 
 A trace contains the values of attributes (a temperature, a dropout rate) and of numbers among the
 globals, and it outlives the block. Therefore guards check these values again before each replay,
@@ -64,8 +64,8 @@ class Attributes:
     def make_plain(self) -> bool:
         """Converts traced numbers that the call has stored in attributes to ordinary numbers.
 
-        Lists and dicts in attributes are searched too, but no deeper ones. Returns whether it found
-        a traced number.
+        Searches lists and dicts in attributes too, but not the lists and dicts inside these.
+        Returns whether it found a traced number.
         """
         has_stored = False
         for table, _ in self._tables:

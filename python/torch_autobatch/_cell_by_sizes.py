@@ -26,7 +26,7 @@ from torch_autobatch._cell_program import (
 from torch_autobatch._cell_templates import with_templates
 
 _MOST_BYTES = 64 << 20  # maximum size of the cached results of one program
-_ENTRY = 1024  # estimated size of an entry, without the memory of its tensors
+_ENTRY = 1024  # estimated bytes of an entry, without the memory of its tensors
 
 
 class _Results:

@@ -41,7 +41,7 @@ def ask_count(
     if isinstance(given, (tuple, list)):  # the call gives one size for each result
         return True
     size = size_of(args[0], args[2] if len(args) > 2 else kwargs.get("dim", 0))
-    if bool(size == 0):  # `split` returns one empty result, and `chunk` the given number
+    if bool(size == 0):  # `split` returns one result, `chunk` the given number of results
         return name == "split" or bool(given == count)
     piece = -(-size // given) if name == "chunk" else given
     return bool(-(-size // piece) == count)

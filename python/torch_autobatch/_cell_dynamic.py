@@ -25,7 +25,7 @@ from torch_autobatch._random_state import random_states, restore
 _TRACES = 2  # number of traces that must give the same program
 _MOST_PROGRAMS = 8  # maximum number of programs for one kind of call
 _MOST_KINDS = 256
-_FEW_KINDS = 64  # so many kinds are traced, even if no kind is called again
+_FEW_KINDS = 64  # up to this many kinds are traced even if no kind is called again
 
 FindModules = Callable[[Any, list[nn.Module]], list[nn.Module]]
 FindGuards = Callable[[Any, list[nn.Module], list[Tensor]], list[Any] | None]
@@ -38,10 +38,11 @@ class _Group:
         self.program = program
         self.guards = guards
         self._may_be_read = program.returns_data()
-        # Captured calls draw other random numbers than eager calls.
+        # A program that draws random numbers runs such ops eagerly, because captured calls would
+        # draw other numbers than eager calls.
         self._is_read = any(line.draws for line in program.lines)
         self._calls_since_flush = 0
-        self._batches: tuple[int, int] | None = None  # number of batches at the last call
+        self._batches: tuple[int, int] | None = None  # batches_run() at the last call
         self.sizes: list[tuple[int, ...]] = []
         self.run: Callable[..., Any] | None = None
 
@@ -67,7 +68,8 @@ class _Group:
 
         (Examples: an op that computes the indices of a captured op; a graph layer without
         parameters on the features of a graph.) If the program returns results of such ops, the
-        caller may read them. If a flush follows a single call, later calls run these ops eagerly.
+        caller may read them. If a flush follows a single call, the caller has probably read a
+        result, so later calls run these ops eagerly.
         """
         if not self._may_be_read:
             return True
@@ -176,7 +178,7 @@ class DynamicCell:
         calls = table.get(key)
         if calls is None:
             if self._kinds > max(_FEW_KINDS, self._replays):  # traces take longer than the calls
-                text = "most calls have other arguments than all earlier calls"
+                text = "most calls have arguments that no earlier call had"
                 _C.note_plain_cell(self._name(), text, self._line(args))
                 return self.__wrapped__(*args, **kwargs)
             self._kinds += 1

@@ -172,7 +172,7 @@ class Program:
 
 
 def _described(constant: Any) -> str:
-    """Returns a text for a message. (The text of a pending tensor would need its values.)"""
+    """Describes a constant in a message. (The repr of a pending tensor would cause a flush.)"""
     if isinstance(constant, Tensor):
         return f"a tensor with the sizes {list(constant.shape)}"
     return repr(constant)

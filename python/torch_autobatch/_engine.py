@@ -276,7 +276,8 @@ class Engine(Generic[_R]):
                 )
             loop.stats.submitted += 1
             loop.queue.put(request)
-            # With the lock held, because the request may end as soon as the lock is released.
+            # Called with the lock held, because the request may end as soon as the lock is
+            # released.
             request.note_cancelled(loop.note_cancelled)
             loop.news.notify_all()
 

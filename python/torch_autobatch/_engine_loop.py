@@ -57,12 +57,13 @@ class Loop:
     def __init__(self, function: Callable[..., Any], yields: bool, options: Options) -> None:
         self.options = options
         self.stats = Stats()
-        # Reentrant, because Python may collect a stream while its thread holds the lock.
+        # Reentrant, because Python may collect a stream as garbage while the current thread holds
+        # the lock. The stream then cancels its request, which needs the lock.
         self.lock = threading.RLock()
         self.news = threading.Condition(self.lock)
         self.queue = RequestQueue()  # protected by the lock
-        # Actions to run while no request is running, whether they restart requests, and the futures
-        # of the actions. Protected by the lock.
+        # Actions to run while no request is running. Each entry contains the action, whether
+        # running requests are restarted for it, and its future. Protected by the lock.
         self.between: deque[tuple[Callable[[], object], bool, Future[None]]] = deque()
         self.closing = False  # if true, no requests are accepted; protected by the lock
         self.failure: BaseException | None = None  # the error that ended the loop

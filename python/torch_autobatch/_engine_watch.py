@@ -12,8 +12,8 @@ from torch_autobatch._log import logger
 class Watchdog:
     """Logs a warning when the loop has made no progress for ``limit`` seconds.
 
-    It warns again after 2 * ``limit``, 4 * ``limit`` seconds and so on. Its thread ends soon after
-    the loop's thread.
+    It warns again after 2 * ``limit``, 4 * ``limit`` seconds and so on. The watchdog's thread ends
+    soon after the loop's thread has ended.
     """
 
     def __init__(self, loop: Loop, thread: threading.Thread, limit: float) -> None:

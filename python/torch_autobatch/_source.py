@@ -60,7 +60,7 @@ _parsing = threading.RLock()
 
 
 def parse(source: str) -> ast.Module:
-    """Calls ``ast.parse`` in one thread at a time."""
+    """Calls ``ast.parse``, but never in two threads at the same time."""
     with _parsing:
         return ast.parse(source)
 

@@ -124,7 +124,8 @@ uint64_t eager_saves(const Tape& tape, const Node& node) {
     const std::lock_guard<std::mutex> lock(mutex);
     if (const auto found = known.find(differentiable); found != known.end()) return found->second;
   }
-  const uint64_t saved = what_eager_saves(tape, node);  // may run Python code, so without the lock
+  // The lock is not held during this call, because it may run Python code.
+  const uint64_t saved = what_eager_saves(tape, node);
   const std::lock_guard<std::mutex> lock(mutex);
   return known.emplace(differentiable, saved).first->second;
 }

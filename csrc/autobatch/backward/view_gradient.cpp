@@ -89,8 +89,8 @@ at::Tensor from_memory_order(const at::Tensor& tensor, const Geometry& g) {
 std::optional<at::Tensor> gradient_behind_view(const Value& view, const Value& whole,
                                                const at::Tensor& gradient) {
   if (view.geometry == whole.geometry && view.offset == whole.offset) return gradient;
-  // Captured ops add values to the graph, after which `view` and `whole` may be dangling
-  // references.
+  // The ops below may be captured and add values to the graph. After that, `view` and `whole` may
+  // be dangling references.
   const Geometry &from = *view.geometry, &to = *whole.geometry;
   const int64_t offset = view.offset - whole.offset;
   if (to.overlapping || to.numel != to.extent || from.numel == 0) return std::nullopt;

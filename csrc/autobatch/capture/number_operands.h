@@ -9,9 +9,10 @@ namespace autobatch {
 
 class Scope;
 
-// If the number of the call varies, replaces the number on the stack with a tensor, calls the op
-// for tensors, and returns true. Otherwise returns false, with nothing done. Calls on ordinary data
-// are changed only if they are captured (set_captures_data).
+// If the call has a number that varies, replaces the number on the stack with a tensor, calls the
+// op's overload for tensors, and returns true. Otherwise changes nothing and returns false. If the
+// call gets only ordinary data, the number is replaced only if such calls are captured
+// (set_captures_data).
 bool call_with_number_as_tensor(Scope& scope, const OpInfo& op, torch::jit::Stack* stack);
 
 }  // namespace autobatch

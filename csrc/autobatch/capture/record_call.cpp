@@ -311,7 +311,7 @@ void apply_node(Scope& scope, const CachedCall& cached, at::ArrayRef<ValueId> op
   add_node(scope, cached.signature, operands, cached.results, cached.visible, results);
 }
 
-// Whether the call is captured with a tensor in place of a number (number_operands.h).
+// Whether the cached call has a number that is now passed as a tensor (number_operands.h).
 static bool has_varying_number(const Scope& scope, const CachedCall& cached) {
   const VaryingNumbers& numbers = scope.tables().numbers;
   return !numbers.empty() && cached.signature != nullptr && numbers.contains(*cached.signature);

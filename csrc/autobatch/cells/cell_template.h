@@ -141,9 +141,10 @@ class CellTemplate {
 
   // Sets `compact_` if the steps can run as one node.
   void make_compact(Scope& scope, CellFunction& function, at::ArrayRef<at::Tensor> inputs);
-  // Whether a number in a signature varies since the trace, and should be passed as a tensor.
+  // Whether a number in a signature was found to vary after the trace, so that later calls must
+  // pass it as a tensor.
   bool holds_varying_number(const VaryingNumbers& numbers) const;
-  // Returns the values of the tensors with these numbers.
+  // Returns the values of the tensors. `numbers` identifies inputs, results and weights.
   static c10::SmallVector<ValueId, 16> values_of(at::ArrayRef<uint32_t> numbers,
                                                  at::ArrayRef<ValueId> weights,
                                                  at::ArrayRef<ValueId> ids) {
@@ -179,7 +180,7 @@ class CellTemplate {
   // The value of Graph::numbering() when the gradient edges of the weights were last recorded.
   mutable uint64_t asked_numbering_ = ~uint64_t{0};
   bool passes_numbers_ = false;           // CellTrace::passes_numbers()
-  mutable uint64_t numbers_version_ = 0;  // VaryingNumbers::version() that was last examined
+  mutable uint64_t numbers_version_ = 0;  // VaryingNumbers::version() at the last check
   std::vector<uint8_t> input_is_weight_;
   std::vector<uint32_t> outputs_;
   size_t num_results_ = 0;
@@ -205,8 +206,8 @@ class CellTrace {
   // may depend on the value.
   static void note_read(const std::string& what);
 
-  // Whether numbers that vary are passed as tensors (graph/varying_numbers.h). In a subgraph, they
-  // stay numbers.
+  // Whether numbers that vary are passed as tensors (graph/varying_numbers.h). In a subgraph,
+  // numbers stay in the signatures.
   bool passes_numbers() const { return made_->passes_numbers_; }
 
   void add(const OpInfo& op, const CallKey& key, const CachedCall& cached,

@@ -184,7 +184,7 @@ class SubgraphBuilder {
     GeometryTable& geometries = scope_.graph().geometries();
     const Geometry* geometry = geometries.intern(tensor.sizes(), tensor.strides());
     if (geometry->overlapping && (weight || !geometry->canonical->contiguous)) return kNone;
-    if (!weight) {  // gathering removes gaps from inputs
+    if (!weight) {  // inputs with gaps are gathered into memory without gaps
       if (!geometry->canonical->contiguous) return kNone;
       if (!geometry->contiguous) has_gaps_[number] = 1;
       geometry = geometries.intern_contiguous(tensor.sizes());

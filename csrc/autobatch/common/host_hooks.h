@@ -35,7 +35,7 @@ class SiteGuard {
 
 // Functions that depend on the host's language.
 struct HostHooks {
-  // Returns the place in the user's code that is running.
+  // Returns the place that the user's code has reached.
   std::function<Place()> place;
   // Describes the call stack around current_site(), in a format that the host chooses.
   std::function<std::string()> caller;

@@ -52,7 +52,7 @@ void Verifier::note(Graph& graph, const OpInfo& op, at::ArrayRef<c10::IValue> ar
   const auto eager = [&](const at::Tensor& tensor) {
     const PendingTensor* pending = as_pending(tensor);
     if (pending == nullptr) return tensor;
-    const ValueId id = graph.current(pending->value());  // may add a value
+    const ValueId id = graph.current(pending->value());  // may reallocate the values
     const Value& value = graph.value(id);
     if (const auto found = expected_.find(id); found != expected_.end()) {
       rounding = std::max(rounding, found->second.tolerance);

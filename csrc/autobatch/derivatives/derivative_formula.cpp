@@ -184,8 +184,7 @@ const Formula* FormulaTable::find(Scope& scope, const FormulaRequest& request) {
   } catch (const std::exception& error) {  // there is no formula, so autograd runs
     if (host_interrupts(error)) throw;
   }
-  // If the table contains so many formulas, most calls probably have new sizes and do not use the
-  // cached formulas.
+  // If the table is full, most calls probably have new sizes and do not use the cached formulas.
   if (entries_.size() >= kMostFormulas) entries_.clear();
   return entries_.emplace(hash, Entry{key, std::move(formula)})->second.formula.get();
 }

@@ -367,7 +367,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
     Value& value = values[e.value];
     c10::intrusive_ptr<PendingTensor> tensor;
     if (value.tensor != nullptr) tensor = value.tensor->hold();
-    if (tensor == nullptr) {  // there is no tensor, or another thread destroys it
+    if (tensor == nullptr) {  // there is no tensor, or another thread is destroying it
       tensor = c10::make_intrusive<PendingTensor>(&graph, e.value, value);
       value.tensor = tensor.get();
     }
@@ -381,7 +381,7 @@ HeldTensors::HeldTensors(Graph& graph, Split& part, const Store& computed) {
   for (Value& value : values) {
     if (value.tensor == nullptr) continue;
     auto tensor = value.tensor->hold();
-    if (tensor == nullptr) {  // another thread destroys the tensor
+    if (tensor == nullptr) {  // another thread is destroying the tensor
       value.tensor = nullptr;
     } else {
       tensors_.push_back(std::move(tensor));

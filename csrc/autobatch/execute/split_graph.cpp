@@ -447,7 +447,7 @@ class Splitter {
   std::vector<ValueId> values_;  // the values of the part, sorted
   ska::flat_hash_map<ValueId, ValueId> part_value_;
   std::unordered_set<ValueId> is_target_;  // views of graph inputs that become real
-  std::set<ValueId> target_bases_;         // the graph inputs that targets are views of
+  std::set<ValueId> target_bases_;         // the bases of these views
   std::vector<ValueId> moved_;             // values that become (views of) graph inputs of the rest
   ska::flat_hash_map<ValueId, ValueId> root_;  // for each moved value: its graph input in the rest
   std::vector<ValueId> reads_of_;              // bases of the part that the rest reads

@@ -31,8 +31,9 @@ struct Graph::Progress {
   uint64_t round = 1;  // number of the current round of slices
   std::vector<NodeId> stack;
 
-  // Graph inputs that the computed nodes have read, possibly with duplicates. The inputs that no
-  // node will read again are released. With gradients the list is empty: backward may read inputs.
+  // Graph inputs that the computed nodes have read, possibly with duplicates. Inputs that no node
+  // will read again are released. If gradients are recorded, the list is empty, because backward
+  // may read the inputs.
   std::vector<ValueId> inputs;
   bool has_gradients = false;
   size_t ran = 0;  // number of nodes that ran since `inputs` was last checked

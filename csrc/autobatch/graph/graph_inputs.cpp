@@ -29,8 +29,8 @@ bool wants_gradient(const at::Tensor& tensor) {
   return meta != nullptr && (meta->requires_grad_ || meta->requires_grad());
 }
 
-// Whether the tensor has the geometry and the dtype that it had when it was captured. After
-// `x.data = x.data.t()` it has another geometry, but the same address.
+// Whether the tensor still has the geometry and the dtype that it had when it was captured. After
+// `x.data = x.data.t()`, the tensor has another geometry, but the same address.
 bool is_laid_out_like(const at::Tensor& tensor, const at::Tensor& data) {
   const c10::TensorImpl &now = *tensor.unsafeGetTensorImpl(), &then = *data.unsafeGetTensorImpl();
   return now.sizes() == then.sizes() && now.strides() == then.strides() &&

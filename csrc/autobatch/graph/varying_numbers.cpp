@@ -16,12 +16,12 @@ Switch varying_numbers_switch(Switch::Kind::kPass, "varying_numbers");
 
 namespace {
 
-// If so many numbers of an op vary, unknown numbers of the op probably vary too.
+// If at least this many numbers of an op vary, unknown numbers of the op probably vary too.
 constexpr size_t kManyVarying = 32;
 // Maximum number of entries of the tables.
 constexpr size_t kMostKnown = 4096;
-// After so many guesses, calls with the number are captured as usual, so that a flush can find out
-// whether the number varies.
+// A number is guessed to vary at most this many times. Later calls keep the number in the
+// signature, so that a flush can find out whether the number varies.
 constexpr uint32_t kMostGuesses = 32;
 
 constexpr size_t kEither = SIZE_MAX;  // the number is the first or the second argument
@@ -32,8 +32,9 @@ struct Form {
   size_t index, other;
 };
 
-// The ops below run as one batch for tensors of any size, also if one operand has no dimensions.
-// Ops that are called with a number in place of a tensor: `x * n` calls aten::mul.Tensor.
+// The two lists contain ops that run as one batch for tensors of any size, even if one operand has
+// no dimensions.
+// Ops whose overload for tensors also gets numbers: `x * n` calls aten::mul.Tensor.
 constexpr std::array kTensorOps{"add", "sub", "mul", "div", "remainder"};
 // Ops with an overload for a number.
 constexpr std::array kScalarOps{"add", "sub", "mul", "div", "eq",       "ne",
@@ -64,7 +65,8 @@ bool is_number(const c10::IValue& value) {
          value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-// Returns the number that PyTorch has wrapped in a tensor. A boolean stands for other dtypes.
+// Returns the number that PyTorch has wrapped in a tensor. If the dtype is neither float64 nor
+// int64, returns a boolean, because find_number() rejects booleans.
 c10::Scalar wrapped_number(const at::Tensor& tensor) {
   const void* number = tensor.const_data_ptr();
   if (tensor.scalar_type() == at::kDouble) return *static_cast<const double*>(number);
@@ -90,7 +92,7 @@ std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IV
     number.value = arguments[form.index].toScalar();
   }
   if (number.value.isSymbolic() || number.value.isBoolean() || number.value.isComplex()) return {};
-  // Sums in Python begin with `0 + x`, and such sums are fused (plan/fuse_sums.h).
+  // Zero stays a number: Python's sum() begins with `0 + x`, and fuse_sums looks for this zero.
   if (std::isnan(number.value.toDouble()) || number.value.equal(0)) return {};
   return number;
 }
@@ -130,7 +132,7 @@ at::Tensor VaryingNumbers::tensor(const c10::Scalar& number, c10::ScalarType dty
   if (tensors_.size() >= kMostKnown) tensors_.clear();
   at::Tensor& tensor = tensors_[{is_integer ? bits : ~bits, dtype}];
   if (!tensor.defined()) {
-    const c10::InferenceMode ordinary(false);  // later calls may be differentiated
+    const c10::InferenceMode ordinary(false);  // autograd may save the tensor in later calls
     tensor = at::detail::scalar_tensor_static(number, dtype, c10::kCPU);
   }
   return tensor;

@@ -1,5 +1,6 @@
 // Numbers that differ between the examples of a block, such as the length n of a sentence in
-// `x.sum(0) / n`. A number is part of a signature, so each different number has batches of its own.
+// `x.sum(0) / n`. A number is part of a signature, so calls with different numbers cannot share a
+// batch.
 // If a flush finds an op whose numbers differ between nodes that could share a batch
 // (plan/find_varying_numbers.h), later calls pass the number as a tensor
 // (capture/number_operands.h). Numbers that are the same in all examples (`x * 0.5`) stay in the
@@ -34,14 +35,15 @@ struct NumberArgument {
   c10::Scalar value;
 };
 
-// Returns the number of a call that also has an overload for tensors. In that overload, a tensor
+// Returns the number among the arguments of a call, if the op has an overload in which a tensor
 // without dimensions has the same effect as the number. Returns nothing for other ops, for calls
-// without a number, and for zero, NaN, booleans and complex numbers. The arguments of a signature
-// can be given too.
+// without a number, and for zero, NaN, booleans and complex numbers. `arguments` are the arguments
+// of a call or of a signature.
 std::optional<NumberArgument> find_number(const OpInfo& op, at::ArrayRef<c10::IValue> arguments);
 
-// Whether the number, rounded to float32, is finite. (In eager mode, a number that is too large for
-// float32 is infinite. For a tensor of float32, it is an error.) Infinities and NaN are accepted.
+// Whether a float32 tensor can be made from the number. Returns false for finite numbers that are
+// too large for float32: an op that gets such a number computes with infinity, but a tensor cannot
+// be made from it.
 AUTOBATCH_INTERNAL bool fits_in_float32(double number);
 
 // What is known about the numbers of each op. An op is identified by NumberArgument::of_nodes.
@@ -53,13 +55,14 @@ class VaryingNumbers {
     kVarying,  // passed as a tensor
   };
 
-  // Whether no number varies.
+  // Whether no number is passed as a tensor.
   bool empty() const { return ops_.empty() || !varying_numbers_switch.is_on(); }
   // Changes whenever a number starts to vary.
   uint64_t version() const { return varying_numbers_switch.is_on() ? version_ : 0; }
   // Whether some number of the op varies.
   bool contains(const OpInfo& op) const { return ops_.count(&op) != 0; }
-  // Whether the signature has a number that varies, so that no more nodes should get it.
+  // Whether later calls pass the number of the signature as a tensor. New nodes should then not
+  // have this signature.
   bool contains(const Signature& signature) const {
     const auto found = signatures_.find(&signature);
     return found != signatures_.end() && found->second;
@@ -70,15 +73,15 @@ class VaryingNumbers {
   // Whether this call passes its number as a tensor. If many numbers of the op vary, a number that
   // is in no signature yet is guessed to vary too. Must be called for each new call with a number.
   bool is_passed_as_tensor(const NumberArgument& number);
-  // Returns the tensor in place of the number. Calls with the same number get the same tensor, so
-  // that they are still recognised as the same calls.
+  // Returns the tensor that replaces the number. Returns the same tensor for the same number, so
+  // that the cache of calls recognises calls with the same number.
   at::Tensor tensor(const c10::Scalar& number, c10::ScalarType dtype);
 
   void add_varying(const OpInfo& op, double number);
   // Must only be called if a number of the op varies.
   void add_fixed(const OpInfo& op, double number);
-  // `is_passed_as_tensor`: whether later calls pass the number of the signature, which varies, as a
-  // tensor.
+  // Records that the number of the signature varies. `is_passed_as_tensor`: whether later calls
+  // pass the number as a tensor.
   void mark(const Signature& signature, bool is_passed_as_tensor);
 
  private:

@@ -11,15 +11,17 @@ namespace {
 
 using State = VaryingNumbers::State;
 
-// The first numbers of an op vary if so many of them can be found.
+// The numbers of an op start to vary only if a flush finds at least this many of them.
 constexpr size_t kLeastNumbers = 4;
-// A number has a batch of its own at a level if at most one of so many nodes of the op has this
-// number.
+// A tensor in place of a number saves a batch at a level if at most one in this many nodes of the
+// op has the number.
 constexpr uint32_t kLeastOthers = 4;
-// One batch less is worth the additional operands of so many nodes. (Measured: 64 nodes of width 32
-// with 8 numbers take 1.4 times as long with tensors, and with 16 numbers a third of the time.)
+// Saving one batch is worth the additional operands of this many nodes. (Measured: 64 nodes of
+// width 32 with 8 numbers take 1.4 times as long with tensors, and with 16 numbers a third of the
+// time.)
 constexpr uint32_t kNodesPerBatch = 5;
-// Fewer nodes at a level do not show that a number is the same in all examples.
+// A number is recorded as fixed only if at least this many nodes at one level have it. Fewer nodes
+// do not show that the number is the same in all examples.
 constexpr uint32_t kLeastFixed = 8;
 
 class NumberFinder {
@@ -68,8 +70,8 @@ class NumberFinder {
     });
   }
 
-  // Counts the nodes of each number and op at each level. A level is the length of the longest path
-  // to a node. Nodes of one op at one level do not depend on each other.
+  // Counts the nodes of each number and op at each level. The level of a node is the length of the
+  // longest path to it. Nodes at one level do not depend on each other.
   void count() {
     struct OfKind {
       const OpInfo* op = nullptr;
@@ -102,9 +104,9 @@ class NumberFinder {
     return tape_.operands_of(tape_.nodes[graph_.id(id)]);
   }
 
-  // Whether the op computes the same with a tensor in place of the number. For numbers, kernels of
-  // lower precision use more digits than a tensor has. Ops on tensors of two dtypes do not run as
-  // one batch for all sizes.
+  // Whether the op computes the same with a tensor in place of the number. In lower precision,
+  // kernels use more digits of a number than a tensor has. Ops on tensors of two dtypes do not run
+  // as one batch for all sizes.
   bool can_be_tensor(uint32_t id) const {
     const bool is_float = is_float_[graph_.signature(id)] != 0;
     return std::ranges::all_of(operands(id), [&](ValueId operand) {

@@ -1,4 +1,4 @@
-// Finds numbers that keep nodes from sharing a batch (graph/varying_numbers.h).
+// Finds numbers that prevent nodes from sharing a batch (graph/varying_numbers.h).
 #pragma once
 
 #include "autobatch/graph/varying_numbers.h"
@@ -6,8 +6,8 @@
 
 namespace autobatch {
 
-// Adds the numbers that vary in this graph to `numbers`, for later calls. Returns how many
-// signatures have such numbers. The graph itself does not change.
+// Adds the numbers that vary in this graph to `numbers`, for later calls. Returns how many numbers
+// were added. The graph itself does not change.
 size_t find_varying_numbers(const Tape& tape, const FlushGraph& graph, VaryingNumbers& numbers);
 
 }  // namespace autobatch

@@ -382,7 +382,8 @@ class Placer {
   // For each slab of an earlier flush: the last batch whose backward reads the slab.
   std::unordered_map<uint32_t, uint32_t> saver_of_earlier_;
   uint32_t first_slab_ = 0;
-  // Pairs (new slab, last batch that uses it). The batch is kNone if the slab is kept.
+  // Pairs (new slab, last batch that uses it). The batch is kNone if the slab is needed after all
+  // batches have run.
   std::vector<std::pair<uint32_t, uint32_t>> slab_last_use_;
 };
 

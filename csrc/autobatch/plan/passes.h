@@ -1,7 +1,7 @@
 // The passes over the graph of a flush. The table in passes.cpp lists the passes before scheduling.
-// The pass varying_numbers changes how later calls are captured. The passes merge_by_weight,
-// member_order and chunk_batches run after scheduling. Each pass has a
-// switch with its name (common/switches.h), and a function with its name in a separate header or in
+// After them, the pass varying_numbers looks for numbers, and changes only how later calls are
+// captured. The passes merge_by_weight, member_order and chunk_batches run after scheduling. Each
+// pass has a switch with its name (common/switches.h), and a function in a separate header or in
 // passes.cpp. The graph of a cell has two other passes, fuse_shared_input_linear and
 // elementwise_fusion, which run when the cell is captured.
 #pragma once

@@ -24,8 +24,8 @@ struct Convolution {
   bool named_padding = false;  // whether the padding is "valid" or "same"
 };
 
-// The mean number of elements of an instance, up to which images are joined. Copying so many
-// elements takes about as long as the call of a convolution, without its arithmetic.
+// Images are joined if at most this many elements per instance are copied, on average. These copies
+// take about as long as a call of a convolution takes without its arithmetic.
 constexpr int64_t kMostCopied = 8192;
 
 constexpr size_t kInput = 0, kWeight = 1, kBias = 2;  // argument and operand numbers
@@ -100,7 +100,7 @@ int64_t result_length(const Convolution& entry, const Window& w, size_t d, int64
 struct Joined {
   size_t dim = 0;  // number of the spatial dimension in which the images are joined
   std::vector<int64_t> starts, result_starts;  // by image: its position
-  int64_t total = 0, result_total = 0;         // sizes of the buffers in this dimension
+  int64_t total = 0, result_total = 0;         // the buffers' sizes in this dimension
 };
 
 // Returns how many images a tensor with these sizes has.
@@ -389,7 +389,8 @@ class ConvolutionRule final : public Rule {
   // than a call for each size.
   std::optional<size_t> joined_dim(const BatchView& batch) const {
     if (entry_.transposed || batch.uniform_result(0)) return {};
-    // With lower precision, kernels also read elements outside a window, and multiply them by zero.
+    // In lower precision, kernels also read elements outside a window, and multiply them by zero.
+    // An infinity in one instance would make results of another instance NaN.
     if (c10::isReducedFloatingType(batch.operand_value(0, kInput).dtype)) return {};
     if (entry_.dims > 1 && copied_elements(batch) > batch.size() * kMostCopied) return {};
     std::optional<size_t> found;
@@ -423,7 +424,8 @@ class ConvolutionRule final : public Rule {
     return copied;
   }
 
-  // Returns the padding of the call on the buffer, which contains the padding in dimension `dim`.
+  // Returns the padding for the call on the buffer. In dimension `dim` it is zero, because the
+  // buffer itself contains this padding.
   static at::DimVector without_padding(const Window& window, size_t dim) {
     at::DimVector padding = window.padding;
     padding[dim] = 0;

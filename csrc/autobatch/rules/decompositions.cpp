@@ -163,7 +163,8 @@ Tensor product(Arguments arguments) {
     std::vector<int64_t> all(sizes.begin(), sizes.end());
     all.push_back(matrix.size(-2));
     all.push_back(matrix.size(-1));
-    // Without autograd, an expanded weight is a new tensor, which no call has used before.
+    // Without autograd, expand() makes a new tensor from a weight in each call, so the weight would
+    // not be recognised.
     return matrix.sizes() == at::IntArrayRef(all) ? matrix : matrix.expand(all);
   };
   return at::matmul(expanded(x), expanded(y));

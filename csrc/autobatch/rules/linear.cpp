@@ -43,7 +43,8 @@ class AffineRule final : public Rule, public WeightGroups {
     if (!is_weight(builder)) return false;
     const Value x = builder.operand(entry_.x);
     const auto& sizes = x.geometry->sizes;
-    // Must come before weight(), because data that is a weight in the graph stays one.
+    // Must come before weight(), which makes the tensor a weight of the graph even if the rule then
+    // rejects the call.
     if (builder.tensor(entry_.weight).dim() != 2 || !fits(builder, sizes)) return false;
     const Value w = builder.weight(entry_.weight);
     const int64_t k = w.geometry->sizes[entry_.transposed ? 1 : 0];

@@ -118,8 +118,8 @@ class CompiledSubgraphRule final : public Rule {
     return code_;
   }
 
-  // Runs the backward of members whose gradients have reached the same results. `reached`: bit set
-  // of these results.
+  // Runs the backward of members whose gradients have reached the same results. Bit k of `reached`
+  // is set if result k is one of these results.
   void differentiate(BackwardBatch& batch, uint8_t reached) const {
     const auto& run = *static_cast<const Run*>(batch.record().kept.get());
     const bool alone = batch.size() == 1;

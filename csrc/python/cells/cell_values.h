@@ -25,10 +25,11 @@ class CellInputs {
   // returns false with a Python exception set.
   bool add_call(PyObject* function, PyObject* const* args, Py_ssize_t count, PyObject* names);
 
-  // Returns false if an argument prevents the capture of the call. Such arguments are instances of
-  // a subclass of Tensor (other than nn.Parameter), list or dict, dicts with tensors as keys, and
-  // dataclass instances with attributes that are not fields or that contain themselves (or are
-  // nested as deeply). The words and tensors are then incomplete.
+  // Returns false if an argument prevents the capture of the call. The words and tensors are then
+  // incomplete. Such arguments are instances of a subclass of Tensor (other than nn.Parameter),
+  // list or dict, dicts with tensors as keys, and dataclass instances with attributes that are not
+  // fields. Dataclass instances that contain themselves or are nested too deeply also prevent the
+  // capture.
   bool capturable() const { return capturable_; }
   // The tensors are borrowed from the call's arguments until hold() takes references to them. Call
   // hold() before the function runs. For arguments that can change, such as lists, add_call() calls

@@ -369,7 +369,8 @@ void add_cell_functions(PyObject* of) {
     const Scope* scope = scope_for_cells();
     return scope != nullptr && scope->options().check_cells;
   });
-  // The number of batches that the open scope has run, and the scope's id. Without a scope: zeros.
+  // Returns the id of the open scope, and the number of batches that it has run. Returns zeros if
+  // no scope is open.
   module.def("batches_run", [] {
     Scope* scope = Scope::current();
     return scope == nullptr ? std::pair<uint64_t, uint64_t>()
