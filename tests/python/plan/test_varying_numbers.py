@@ -144,6 +144,7 @@ def test_guesses_stop() -> None:
 
 
 @in_new_thread
+@pytest.mark.needs("common_subexpressions")
 def test_functions_of_parameters_are_still_computed_once() -> None:
     """Calls with the same number are recognised, although the number is a tensor."""
     linear = layer()
