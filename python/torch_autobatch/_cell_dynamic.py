@@ -250,6 +250,7 @@ class DynamicCell:
         self, calls: _Calls, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> _Traced:
         """Runs and traces the function. If the function stores a size, returns no program."""
+        _C.note_preparation()
         numbers: list[weakref.ref[Any]] = []
         try:
             call = self._record(calls, arguments, args, kwargs, numbers)

@@ -22,6 +22,9 @@ constexpr Seconds kLong{4e-3};      // for longer blocks, computing the identity
 constexpr uint32_t kChanging = 8;   // changes in a row until only needed identities are computed
 constexpr size_t kMostOthers = 8;   // identities whose times are kept, besides the current identity
 constexpr uint32_t kForget = 64;    // after this many blocks of one identity, others are dropped
+constexpr uint32_t kMostPreparing = 8;  // later blocks count even if they do work for later blocks
+
+thread_local uint64_t preparations = 0;
 
 // Whether block `i` of a trial runs eagerly. Deferred blocks are first, because earlier blocks may
 // have been slow by chance. Two consecutive blocks run in the same mode: a program may do other
@@ -76,6 +79,7 @@ Trials::Run Trials::begin(bool grad_mode, const Identity& identity, Clock::time_
   is_open_ = true;
   by_period_ = grad_mode;
   began_ = now;
+  preparations_ = preparations;
   if (needs_identity()) switch_to(identity());
   switch (known_.phase) {
     case Phase::kWatch:
@@ -101,6 +105,10 @@ void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
   if (!is_open_) return;
   is_open_ = false;
   took_ = now - began_;
+  if (preparations != preparations_ && known_.preparing < kMostPreparing) {
+    ++known_.preparing;
+    return;
+  }
   const Seconds took = took_;
   if (run_ == Run::kSampled) {
     const Seconds itself = took - Seconds(estimate.sampling);
@@ -120,6 +128,8 @@ void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
   }
   if (!by_period_) add(run_, took.count());
 }
+
+void Trials::note_preparation() { ++preparations; }
 
 void Trials::add(Run run, double seconds) {
   if (run == Run::kEager) known_.eager.add(seconds);

@@ -6,6 +6,7 @@
 // models in any order, so the times of the last few models are kept.
 #pragma once
 
+#include "autobatch/export.h"
 #include "autobatch/graph/eager_estimate.h"
 
 #include <array>
@@ -38,6 +39,9 @@ class Trials {
   void end_period(Clock::time_point now = Clock::now());
   // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());
+  // Called if the open block of this thread does work for later blocks (a trace of a dynamic cell).
+  // The times of the first such blocks do not count, because later blocks are faster.
+  AUTOBATCH_INTERNAL static void note_preparation();
 
  private:
   // The last three times, in seconds. The minimum of the three times is used, because other
@@ -58,6 +62,7 @@ class Trials {
     uint64_t identity = 0;
     Phase phase = Phase::kWatch;
     uint32_t wait = 1;  // blocks until the next estimate (kWatch) or deferred block (kEagerWins)
+    uint32_t preparing = 0;  // blocks that did not count, because they did work for later blocks
     // The wait after an estimate in favour of deferring. One estimate may be wrong by chance, so
     // the first waits are short.
     uint32_t wait_if_deferred = 16;
@@ -83,6 +88,8 @@ class Trials {
   Clock::duration took_{};     // duration of the last block
   Run run_ = Run::kDeferred;
   bool is_open_ = false, by_period_ = false, has_period_ = false;
+  uint64_t preparations_ =
+      0;  // the thread's number of calls of note_preparation() at the beginning
   Clock::time_point began_;
 };
 

@@ -3,6 +3,7 @@
 #include "autobatch/capture/capture.h"
 #include "autobatch/cells/cell_template.h"
 #include "autobatch/scope/scope.h"
+#include "autobatch/scope/trials.h"
 #include "python/cells/cell_values.h"
 #include "python/cells/data_results.h"
 #include "python/cells/dynamic_arguments.h"
@@ -208,6 +209,7 @@ class Use {
   }
 
   PyObject* trace() {
+    if (lasting()) Trials::note_preparation();
     CellTrace trace(scope_, inputs_.tensors(), !lasting());
     auto result = py::reinterpret_steal<py::object>(plain());
     if (!result) return nullptr;
@@ -371,6 +373,7 @@ void add_cell_functions(PyObject* of) {
   });
   // Returns the id of the open scope, and the number of batches that it has run. Returns zeros if
   // no scope is open.
+  module.def("note_preparation", &Trials::note_preparation);
   module.def("batches_run", [] {
     Scope* scope = Scope::current();
     return scope == nullptr ? std::pair<uint64_t, uint64_t>()

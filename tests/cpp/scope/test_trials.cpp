@@ -13,12 +13,14 @@ class Program {
  public:
   bool grad_mode = false;
   uint64_t identity = 1;
-  int asked = 0;         // number of times the identity was determined
-  bool may_lose = true;  // whether an estimate says that deferring may be slower
+  int asked = 0;          // number of times the identity was determined
+  bool prepares = false;  // whether deferred blocks do work for later blocks
+  bool may_lose = true;   // whether an estimate says that deferring may be slower
 
   Run run(milliseconds deferred, milliseconds eager) {
     const Run run = trials_.begin(grad_mode, [this] { return ++asked, identity; }, now_);
     now_ += run == Run::kEager ? eager : deferred;
+    if (prepares && run != Run::kEager) Trials::note_preparation();
     EagerEstimate estimate;
     estimate.eager = milliseconds(may_lose ? 1 : 100);
     trials_.end(estimate, now_);
@@ -213,6 +215,26 @@ TEST_CASE("work of the program after every second or third block does not decide
       CHECK(eager < 20);
     }
   }
+}
+
+TEST_CASE("the first blocks that do work for later blocks do not count") {
+  for (const bool grad_mode : {false, true}) {
+    Program program;
+    program.grad_mode = grad_mode;
+    for (int i = 0; i < 6; ++i) {
+      program.prepares = true;
+      CHECK(program.run(milliseconds(90), milliseconds(20)) != Run::kEager);
+    }
+    program.prepares = false;
+    CHECK(program.eager_of(100, milliseconds(10), milliseconds(20)) <= 2);
+  }
+}
+
+TEST_CASE("blocks that always do work for later blocks count after a while") {
+  Program program;
+  program.prepares = true;
+  program.eager_of(20, milliseconds(90), milliseconds(20));
+  CHECK(program.eager_of(100, milliseconds(90), milliseconds(20)) > 80);
 }
 
 TEST_CASE("a block that fails leaves no time behind") {
