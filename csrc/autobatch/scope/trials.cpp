@@ -12,8 +12,8 @@ constexpr uint32_t kMostRetry = 256;  // most eager blocks between two deferred 
 constexpr uint32_t kRare = 1024;      // most blocks until the next estimate, if deferring is faster
 constexpr uint32_t kLonger = 4;       // factor by which the wait grows from estimate to estimate
 constexpr double kMargin = 0.97;    // above this ratio of eager to deferred time, deferring is kept
-constexpr double kClear = 0.85;     // up to this time ratio, two blocks of each kind are enough
-constexpr double kLost = 1.15;      // above this time ratio, one eager block is enough
+constexpr double kSlower = 1.15;    // above this time ratio, two eager blocks are enough
+constexpr double kLost = 1.5;       // above this time ratio, one eager block is enough
 constexpr double kOther = 2;        // a block whose time differs by this factor runs different code
 constexpr double kSure = 0.9;       // above this ratio of op time to block time, deferring is kept
 constexpr Seconds kShortest{4e-4};  // shorter blocks have no trials
@@ -150,8 +150,10 @@ void Trials::decide() {
       by_period_ && known_.eager.size() == 1 &&
       known_.eager.least() - known_.eager_block > known_.deferred.least();
   if (ratio > kLost && !may_be_other_work) return start_watch(kRare);
+  // A single time may be too long, because another process disturbed the block.
   const size_t fewest = std::min(known_.eager.size(), known_.deferred.size());
-  if (fewest < 2 || (fewest < 3 && ratio > kClear)) return;
+  if (fewest >= 2 && ratio > kSlower) return start_watch(kRare);
+  if (fewest < 3) return;
   if (ratio > kMargin) return start_watch(kRetry);
   known_.phase = Phase::kEagerWins;
   known_.wait = known_.wait_if_eager = kRetry;
