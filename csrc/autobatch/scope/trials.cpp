@@ -13,7 +13,8 @@ constexpr uint32_t kRare = 1024;      // most blocks until the next estimate, if
 constexpr uint32_t kLonger = 4;       // factor by which the wait grows from estimate to estimate
 constexpr double kMargin = 0.97;    // above this ratio of eager to deferred time, deferring is kept
 constexpr double kSlower = 1.15;    // above this time ratio, two eager blocks are enough
-constexpr double kLost = 1.5;       // above this time ratio, one eager block is enough
+constexpr double kLost = 3;         // above this time ratio, one eager block is enough
+constexpr double kVaries = 1.5;     // ratio of two times of one mode if the blocks' sizes vary
 constexpr double kOther = 2;        // a block whose time differs by this factor runs different code
 constexpr double kSure = 0.9;       // above this ratio of op time to block time, deferring is kept
 constexpr Seconds kShortest{4e-4};  // shorter blocks have no trials
@@ -26,15 +27,26 @@ constexpr uint32_t kMostPreparing = 8;  // later blocks count even if they do wo
 
 thread_local uint64_t preparations = 0;
 
-// Whether block `i` of a trial runs eagerly. Deferred blocks are first, because earlier blocks may
-// have been slow by chance. Two consecutive blocks run in the same mode: a program may do other
-// work after every second or third block, and at most one of the two times includes this work.
-bool is_eager_in_trial(size_t i) { return i == 2 || i == 3 || i == 5; }
+// Whether block `i` of a trial runs eagerly: D D E E E E D D D E E E E D D D. Deferred blocks are
+// first, because earlier blocks may have been slow by chance. A program may do other work after
+// every second to fifth block. In this sequence, the other work follows blocks of both modes about
+// equally often.
+bool is_eager_in_trial(size_t i) { return (0x1E3C >> (i % 16) & 1) != 0; }
 
 }  // namespace
 
 double Trials::Times::least() const {
   return *std::min_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
+}
+
+double Trials::Times::most() const {
+  return *std::max_element(times_.begin(), times_.begin() + static_cast<ptrdiff_t>(size()));
+}
+
+double Trials::Times::median() const {
+  std::array<double, kMost> sorted = times_;
+  std::sort(sorted.begin(), sorted.begin() + static_cast<ptrdiff_t>(size()));
+  return (sorted[(size() - 1) / 2] + sorted[size() / 2]) / 2;
 }
 
 // Computing the identity takes a considerable part of the time of a short block. Therefore the
@@ -124,7 +136,7 @@ void Trials::end(const EagerEstimate& estimate, Clock::time_point now) {
     const bool is_other = known_.eager_block > 0 && (took.count() > kOther * known_.eager_block ||
                                                      took.count() * kOther < known_.eager_block);
     known_.eager_block += (took.count() - known_.eager_block) / (known_.eager_block == 0 ? 1 : 4);
-    if (is_other && known_.phase == Phase::kEagerWins) return start_trial();
+    if (is_other && !known_.varies && known_.phase == Phase::kEagerWins) return start_trial();
   }
   if (!by_period_) add(run_, took.count());
 }
@@ -138,23 +150,48 @@ void Trials::add(Run run, double seconds) {
   if (known_.phase != Phase::kEagerWins || run != Run::kDeferred) return;
   known_.wait = known_.wait_if_eager;
   known_.wait_if_eager = std::min(kMostRetry, 2 * known_.wait_if_eager);
-  if (seconds < known_.eager.least()) start_trial();
+  const double eager = known_.varies ? known_.eager.median() : known_.eager.least();
+  if (seconds < eager) start_trial();
 }
 
 void Trials::decide() {
   if (known_.eager.size() == 0 || known_.deferred.size() == 0) return;
-  const double ratio = known_.eager.least() / known_.deferred.least();
+  const Times &eager = known_.eager, &deferred = known_.deferred;
   // A long time between blocks may be caused by an evaluation or a checkpoint. If this is possible,
   // a second eager block is timed.
   const bool may_be_other_work =
-      by_period_ && known_.eager.size() == 1 &&
-      known_.eager.least() - known_.eager_block > known_.deferred.least();
-  if (ratio > kLost && !may_be_other_work) return start_watch(kRare);
+      by_period_ && eager.size() == 1 && eager.least() - known_.eager_block > deferred.least();
+  if (eager.least() > kLost * deferred.most() && !may_be_other_work) return keep_deferring();
+  if (eager.most() > kVaries * eager.least() || deferred.most() > kVaries * deferred.least()) {
+    return decide_if_times_vary();
+  }
   // A single time may be too long, because another process disturbed the block.
-  const size_t fewest = std::min(known_.eager.size(), known_.deferred.size());
-  if (fewest >= 2 && ratio > kSlower) return start_watch(kRare);
+  const double ratio = eager.least() / deferred.least();
+  const size_t fewest = std::min(eager.size(), deferred.size());
+  if (fewest >= 2 && ratio > kSlower) return keep_deferring();
   if (fewest < 3) return;
   if (ratio > kMargin) return start_watch(kRetry);
+  start_eager();
+}
+
+// The sizes of the blocks differ, or other processes disturbed some of them. So the least time of
+// each mode may belong to blocks of different sizes, and the medians of more times are compared.
+void Trials::decide_if_times_vary() {
+  const Times &eager = known_.eager, &deferred = known_.deferred;
+  if (std::min(eager.size(), deferred.size()) < Times::kMost) return;
+  const double ratio = eager.median() / deferred.median();
+  if (ratio > kSlower) return start_watch(kRare);
+  if (ratio > kMargin) return start_watch(kRetry);
+  start_eager();
+  known_.varies = true;
+}
+
+void Trials::keep_deferring() {
+  start_watch(known_.wait_if_lost);
+  known_.wait_if_lost = std::min(kRare, kLonger * known_.wait_if_lost);
+}
+
+void Trials::start_eager() {
   known_.phase = Phase::kEagerWins;
   known_.wait = known_.wait_if_eager = kRetry;
 }
@@ -167,6 +204,7 @@ void Trials::start_watch(uint32_t wait) {
 
 void Trials::start_trial() {
   known_.phase = Phase::kTrial;
+  known_.varies = false;
   known_.eager_block = 0;
   known_.deferred = known_.eager = Times();
 }

@@ -44,16 +44,19 @@ class Trials {
   AUTOBATCH_INTERNAL static void note_preparation();
 
  private:
-  // The last three times, in seconds. The minimum of the three times is used, because other
-  // processes can only make a time longer.
+  // The last times, in seconds.
   class Times {
    public:
-    void add(double time) { times_[count_++ % times_.size()] = time; }
-    size_t size() const { return count_ < times_.size() ? count_ : times_.size(); }
+    static constexpr size_t kMost = 8;
+
+    void add(double time) { times_[count_++ % kMost] = time; }
+    size_t size() const { return count_ < kMost ? count_ : kMost; }
     double least() const;
+    double most() const;
+    double median() const;
 
    private:
-    std::array<double, 3> times_{};
+    std::array<double, kMost> times_{};
     size_t count_ = 0;
   };
   enum class Phase : uint8_t { kWatch, kTrial, kEagerWins };
@@ -66,10 +69,13 @@ class Trials {
     // The wait after an estimate in favour of deferring. One estimate may be wrong by chance, so
     // the first waits are short.
     uint32_t wait_if_deferred = 16;
+    // The wait after a trial that deferring has won.
+    uint32_t wait_if_lost = 64;
     // The wait after a deferred block that was slower than eager blocks. The wait grows from block
     // to block, because such a deferred block may take several times as long as an eager one.
     uint32_t wait_if_eager = 0;
     Times deferred, eager;
+    bool varies = false;     // whether the blocks' sizes vary, and eager mode was faster
     double eager_block = 0;  // average seconds of an eager block itself, without the code after it
   };
 
@@ -77,8 +83,11 @@ class Trials {
   void switch_to(uint64_t identity);
   void add(Run run, double seconds);
   void decide();
+  void decide_if_times_vary();
   void start_watch(uint32_t wait);
   void start_trial();
+  void start_eager();
+  void keep_deferring();
 
   Known known_;                // measurements for the current identity
   std::vector<Known> others_;  // measurements for other identities, the most recent first

@@ -2,6 +2,8 @@
 
 #include "catch.h"
 
+#include <random>
+
 namespace autobatch {
 namespace {
 
@@ -57,9 +59,11 @@ TEST_CASE("blocks that are faster eagerly run so, but for one in a while") {
   CHECK(eager < 160);
 }
 
-TEST_CASE("a trial that deferring wins costs one block") {
-  Program program;
-  CHECK(program.eager_of(500, milliseconds(10), milliseconds(20)) == 1);
+TEST_CASE("a trial that deferring wins costs one or two blocks") {
+  Program twice, four_times;
+  CHECK(twice.eager_of(60, milliseconds(10), milliseconds(20)) == 2);
+  CHECK(four_times.eager_of(60, milliseconds(10), milliseconds(40)) == 1);
+  CHECK(twice.eager_of(1000, milliseconds(10), milliseconds(20)) <= 4);
 }
 
 TEST_CASE("what is deferred is taken up again when it has become the faster way") {
@@ -87,7 +91,7 @@ TEST_CASE("models that alternate at one place are each timed by themselves") {
     eager_of_second += program.run(milliseconds(10), milliseconds(20)) == Run::kEager ? 1 : 0;
   }
   CHECK(eager_of_first > 170);
-  CHECK(eager_of_second == 1);
+  CHECK(eager_of_second <= 4);
 }
 
 TEST_CASE("models that come back after many others are deferred") {
@@ -104,7 +108,7 @@ TEST_CASE("a deferred block that lost is tried again after longer and longer tim
   CHECK(program.eager_of(1000, milliseconds(20), milliseconds(10)) >= 992);
   // If the other mode becomes faster, the trials find this later.
   program.eager_of(260, milliseconds(6), milliseconds(10));
-  CHECK(program.eager_of(100, milliseconds(6), milliseconds(10)) == 0);
+  CHECK(program.eager_of(100, milliseconds(6), milliseconds(10)) <= 2);
 }
 
 TEST_CASE("another model of short blocks is noticed after some blocks") {
@@ -130,7 +134,7 @@ TEST_CASE("after a model that eager execution won short blocks are soon rarely i
 
 TEST_CASE("another model at a place where deferring was faster is timed immediately") {
   Program program;
-  CHECK(program.eager_of(100, milliseconds(10), milliseconds(20)) == 1);
+  CHECK(program.eager_of(60, milliseconds(10), milliseconds(20)) == 2);
   program.identity = 2;
   CHECK(program.run(milliseconds(20), milliseconds(10)) == Run::kSampled);
   CHECK(program.eager_of(100, milliseconds(20), milliseconds(10)) > 80);
@@ -201,8 +205,8 @@ TEST_CASE("other work after an eager block does not decide") {
   CHECK(eager > 70);
 }
 
-TEST_CASE("work of the program after every second or third block does not decide") {
-  for (const int period : {2, 3, 4}) {
+TEST_CASE("work of the program after every second to fifth block does not decide") {
+  for (const int period : {2, 3, 4, 5}) {
     for (int phase = 0; phase < period; ++phase) {
       Program program;
       program.grad_mode = true;
@@ -226,7 +230,7 @@ TEST_CASE("the first blocks that do work for later blocks do not count") {
       CHECK(program.run(milliseconds(90), milliseconds(20)) != Run::kEager);
     }
     program.prepares = false;
-    CHECK(program.eager_of(100, milliseconds(10), milliseconds(20)) <= 2);
+    CHECK(program.eager_of(100, milliseconds(10), milliseconds(20)) <= 4);
   }
 }
 
@@ -235,6 +239,26 @@ TEST_CASE("blocks that always do work for later blocks count after a while") {
   program.prepares = true;
   program.eager_of(20, milliseconds(90), milliseconds(20));
   CHECK(program.eager_of(100, milliseconds(90), milliseconds(20)) > 80);
+}
+
+TEST_CASE("blocks of different sizes are compared by the medians of several times") {
+  constexpr int kPrograms = 50, kBlocks = 400;
+  for (const bool grad_mode : {false, true}) {
+    int first = 0, second = 0;  // eager blocks of all programs
+    for (uint32_t seed = 0; seed < kPrograms; ++seed) {
+      Program gains, loses;
+      gains.grad_mode = loses.grad_mode = grad_mode;
+      std::mt19937 random(seed);
+      std::uniform_int_distribution<int> sizes(1, 8);
+      for (int i = 0; i < kBlocks; ++i) {
+        const int size = sizes(random);
+        first += gains.run(milliseconds(10 * size), milliseconds(20 * size)) == Run::kEager;
+        second += loses.run(milliseconds(20 * size), milliseconds(10 * size)) == Run::kEager;
+      }
+    }
+    CHECK(first < kPrograms * kBlocks / 20);
+    CHECK(second > kPrograms * kBlocks * 4 / 5);
+  }
 }
 
 TEST_CASE("a block that fails leaves no time behind") {
