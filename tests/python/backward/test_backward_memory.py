@@ -283,7 +283,7 @@ def test_values_read_in_the_middle(instances: list[Tensor]) -> None:
     same(scenario)
 
 
-@pytest.mark.parametrize("policy", ["auto", "agenda", "frontier", "depth"])
+@pytest.mark.parametrize("policy", ab.policy_names())
 def test_policies(policy: str, instances: list[Tensor]) -> None:
     def scenario(block: Block) -> Any:
         model = Chain()

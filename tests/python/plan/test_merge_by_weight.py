@@ -121,7 +121,7 @@ def test_backward_of_some_and_again() -> None:
             results[chosen[0]].backward()
 
 
-@pytest.mark.parametrize("policy", ["agenda", "depth", "frontier", "auto"])
+@pytest.mark.parametrize("policy", ab.policy_names())
 def test_the_same_weights_twice(policy: str) -> None:
     """With `depth`, `b` has a second batch after `c`. Results of `a` get no gradient."""
     a, b, c = (nn.Linear(WIDTH, WIDTH, dtype=DOUBLE) for _ in range(3))
