@@ -174,11 +174,13 @@ void Scope::end_block(bool failed) {
   if (history_ == nullptr) return;
   if (estimates_) add_removed_nodes(estimate_, report_);
   if (trials_ != nullptr && !failed) trials_->end(estimate_);
+  const bool timed = trials_ != nullptr && trials_->decides();
   history_->end();
   const bool ran = report_.num_flushes > 0;
   if (ran) {
-    history_->add(Payoff::pays(report_.nodes, report_.launches),
-                  capture_state.calls - calls_before_);
+    // Counts of launches do not show what a batched backward gains, so timing takes precedence.
+    const bool paid = timed || Payoff::pays(report_.nodes, report_.launches);
+    history_->add(paid, capture_state.calls - calls_before_);
   }
   history_ = nullptr;
   trials_ = nullptr;

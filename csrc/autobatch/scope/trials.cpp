@@ -170,7 +170,7 @@ void Trials::decide() {
   const size_t fewest = std::min(eager.size(), deferred.size());
   if (fewest >= 2 && ratio > kSlower) return keep_deferring();
   if (fewest < 3) return;
-  if (ratio > kMargin) return start_watch(kRetry);
+  if (ratio > kMargin) return keep_deferring(kRetry);
   start_eager();
 }
 
@@ -180,20 +180,28 @@ void Trials::decide_if_times_vary() {
   const Times &eager = known_.eager, &deferred = known_.deferred;
   if (std::min(eager.size(), deferred.size()) < Times::kMost) return;
   const double ratio = eager.median() / deferred.median();
-  if (ratio > kSlower) return start_watch(kRare);
-  if (ratio > kMargin) return start_watch(kRetry);
+  if (ratio > kMargin) return keep_deferring(ratio > kSlower ? kRare : kRetry);
   start_eager();
   known_.varies = true;
 }
 
+// Deferring has clearly won.
 void Trials::keep_deferring() {
-  start_watch(known_.wait_if_lost);
+  keep_deferring(known_.wait_if_lost);
   known_.wait_if_lost = std::min(kRare, kLonger * known_.wait_if_lost);
+}
+
+void Trials::keep_deferring(uint32_t wait) {
+  start_watch(wait);
+  known_.deferring_won = true;
+  known_.wait_if_eager = 0;
 }
 
 void Trials::start_eager() {
   known_.phase = Phase::kEagerWins;
-  known_.wait = known_.wait_if_eager = kRetry;
+  known_.deferring_won = false;
+  known_.wait_if_eager = std::clamp(2 * known_.wait_if_eager, kRetry, kMostRetry);
+  known_.wait = known_.wait_if_eager;
 }
 
 void Trials::start_watch(uint32_t wait) {

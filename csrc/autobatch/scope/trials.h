@@ -39,6 +39,9 @@ class Trials {
   void end_period(Clock::time_point now = Clock::now());
   // Ends the block that began last. Called only if the block raised no error.
   void end(const EagerEstimate& estimate, Clock::time_point now = Clock::now());
+  // Whether timing decides about the blocks of the current identity: a trial is under way, or
+  // deferring has won the last trial.
+  bool decides() const { return known_.phase != Phase::kWatch || known_.deferring_won; }
   // Called if the open block of this thread does work for later blocks (a trace of a dynamic cell).
   // The times of the first such blocks do not count, because later blocks are faster.
   AUTOBATCH_INTERNAL static void note_preparation();
@@ -75,7 +78,8 @@ class Trials {
     // to block, because such a deferred block may take several times as long as an eager one.
     uint32_t wait_if_eager = 0;
     Times deferred, eager;
-    bool varies = false;     // whether the blocks' sizes vary, and eager mode was faster
+    bool deferring_won = false;  // in the last trial
+    bool varies = false;         // whether the blocks' sizes vary, and eager mode was faster
     double eager_block = 0;  // average seconds of an eager block itself, without the code after it
   };
 
@@ -88,6 +92,7 @@ class Trials {
   void start_trial();
   void start_eager();
   void keep_deferring();
+  void keep_deferring(uint32_t wait);
 
   Known known_;                // measurements for the current identity
   std::vector<Known> others_;  // measurements for other identities, the most recent first

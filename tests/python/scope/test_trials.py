@@ -108,6 +108,24 @@ def test_answers_are_eagers_whichever_way_blocks_run(
     assert not ab.is_pending(model.layer(xs[0]))
 
 
+def test_timing_takes_precedence_over_counts_of_launches(xs: list[Tensor]) -> None:
+    """A block that saves no launches stays deferred, if timing shows that eager mode is slower."""
+    layer = nn.Linear(16, 16)
+
+    def run() -> None:
+        with ab.batch():
+            for x in xs:
+                h = layer(x)
+                time.sleep(0.001 if ab.is_pending(h) else 0.005)
+                h.sum().item()
+
+    for _ in range(30):
+        run()
+    for _ in range(10):
+        run()
+        assert ab.last_report().nodes > 0 and not ab.last_report().pauses
+
+
 def test_nodes_that_a_pass_has_removed_count_as_time_of_eager_mode() -> None:
     """All examples compute the same product. The block computes it once."""
     weight = torch.randn(128, 128)
