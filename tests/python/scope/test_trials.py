@@ -123,7 +123,8 @@ def test_timing_takes_precedence_over_counts_of_launches(xs: list[Tensor]) -> No
         run()
     for _ in range(10):
         run()
-        assert ab.last_report().nodes > 0 and not ab.last_report().pauses
+        assert ab.last_report().nodes > 0
+        assert not ab.last_report().pauses
 
 
 def test_nodes_that_a_pass_has_removed_count_as_time_of_eager_mode() -> None:
